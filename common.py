@@ -28,7 +28,7 @@ PHASES = ('coarse', 'fine', 'contrast')
 SPLITS = ('train', 'dev', 'discovery', 'test')
 CODE = re.compile(r'\w+(?:\.\w+)*')     # what a code may look like; E11.9, D003490, 12.7
 QUERY_BLOCK = 1024                      # queries (times G) of one block of the clean pass: memory linear in T
-SCORE_BUDGET = 2 ** 23                  # attention scores held at once by rows (fp32: 32 MB)
+SCORE_BUDGET = 2 ** 20                  # attention scores held at once by rows on a CPU (4 MB: they stay in its cache); 64 x on a GPU
 
 # ------------------------------------------------------------------------------------------------ files
 
@@ -293,9 +293,12 @@ def run_dir(args):
 
 def load_tokenizer(path):
     """The fast tokenizer of a model folder, hub id or .gguf file."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
     kw = {'gguf_file': os.path.basename(path)} if str(path).endswith('.gguf') else {}
-    tok = AutoTokenizer.from_pretrained(os.path.dirname(path) or '.' if kw else path, **kw)
+    config = pathlib.Path(path) / 'tokenizer_config.json'
+    generic = config.exists() and json.loads(config.read_text()).get('tokenizer_class') in ('TokenizersBackend', 'PreTrainedTokenizerFast')
+    # AutoTokenizer rebuilds a Qwen2 folder's tokenizer as Qwen2's own, whatever its tokenizer.json says
+    tok = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(os.path.dirname(path) or '.' if kw else path, **kw)
     if not tok.is_fast:
         raise Fault(f'{path}: {type(tok).__name__} is no fast tokenizer, so characters cannot be traced to tokens')
     return tok
@@ -596,7 +599,7 @@ def attend(q, k, v, pos, own_k, own_v, own_pos, scale, softcap=None, window=None
     K, P = k.shape[:2]
     G, S = H // K, own_k.shape[2]
     order = torch.argsort(pos, stable=True)
-    step = max(1, SCORE_BUDGET // max(1, H * (P + S)))
+    step = max(1, SCORE_BUDGET * (64 if q.is_cuda else 1) // (H * (P + S)))
     zs, ws = [], []
     for part in order.split(step):                                # rows of near positions share a block of keys
         n, at = len(part), pos[part]
@@ -612,14 +615,14 @@ def attend(q, k, v, pos, own_k, own_v, own_pos, scale, softcap=None, window=None
         if window is not None:
             hide, ohide = hide | (col <= at[:, None] - window), ohide | (op <= at[:, None] - window)
         if hide.any():
-            s = s.masked_fill(hide[None, :, None], -math.inf)
+            s.masked_fill_(hide[None, :, None], -math.inf)
         if S > 1:
             o = o.masked_fill(ohide[None, :, None], -math.inf)
         if blocked is not None:
             heads, keys = blocked[0][part], blocked[1][part][:, lo:hi]
-            s = s.masked_fill((heads[:, :, None] & keys[:, None]).view(n, K, G, -1).transpose(0, 1), -math.inf)
-        top = torch.maximum(s.amax(-1), o.amax(-1)) if hi > lo else o.amax(-1)                # (K,n,G)
-        s, o = (s - top.detach()[..., None]).exp(), (o - top.detach()[..., None]).exp()
+            s.masked_fill_((heads[:, :, None] & keys[:, None]).view(n, K, G, -1).transpose(0, 1), -math.inf)
+        top = (torch.maximum(s.amax(-1), o.amax(-1)) if hi > lo else o.amax(-1)).detach()                # (K,n,G)
+        s, o = s.sub_(top[..., None]).exp_(), o.sub_(top[..., None]).exp_()
         den = (s.sum(-1) + o.sum(-1))[..., None]
         z = (s.to(v.dtype).reshape(K, n * G, hi - lo) @ v[:, lo:hi]).view(K, n, G, -1) + torch.einsum('kngs,nksd->kngd', o.to(v.dtype), own_v[part])
         zs.append((z / den.to(z.dtype)).transpose(0, 1).reshape(n, H, -1))
@@ -962,6 +965,40 @@ def generate(model, enc, prefix, notes, max_new, batch=32):
             done = bool(ids) and ids[-1] in enc.eos
             yield ids[:-1] if done else ids, not done
 
+
+def loo_means(z, events, discovery):
+    """mean(note, phase) -> mu (L,H,D): mean of z (E,L,H,D) over the phase's events in discovery notes other than `note`;
+    each event counts once (METHOD.md). Raises Fault where fewer than two other notes have such events. Also returns the
+    phases with events in at least three discovery notes, where every such mean exists."""
+    total = {p: {} for p in PHASES}
+    for e, x in zip(events, z):
+        if e['id'] in discovery:
+            s, n = total[e['phase']].get(e['id'], (0, 0))
+            total[e['phase']][e['id']] = (s + x.double(), n + 1)
+    whole_sum = {p: (sum(s for s, _ in t.values()), sum(n for _, n in t.values())) for p, t in total.items()}
+
+    def mean(note, phase):
+        own_sum, own_n = total[phase].get(note, (0, 0))
+        if len(total[phase]) - (note in total[phase]) < 2:
+            raise Fault(f'{phase}: the mean for note {note} needs events in at least 2 other discovery notes')
+        return ((whole_sum[phase][0] - own_sum) / (whole_sum[phase][1] - own_n)).float()
+    return mean, [p for p in PHASES if len(total[p]) > 2]
+
+# ------------------------------------------------------------------------------------------------ what a stage left
+
+def read_events(run):
+    """(events.jsonl, events.safetensors) of a run folder."""
+    return [r for _, r in read_jsonl(run / 'events.jsonl', ('event', 'id', 'phase', 'query', 'target', 'foils'))], load_file(run / 'events.safetensors')
+
+
+def load_heads(run, size=0):
+    """{phase: [(l, h)]} selected by characterize.py, best first; size > 0: the top `size` of the calibrated ranking."""
+    ranked = {p: [] for p in PHASES}
+    for _, r in read_jsonl(run / 'heads.jsonl', ('phase', 'layer', 'head', 'rank', 'calibrated', 'selected')):
+        if r['calibrated'] is not None and (r['rank'] <= size if size else r['selected']):
+            ranked[r['phase']].append((r['rank'], r['layer'], r['head']))
+    return {p: [(l, h) for _, l, h in sorted(x)] for p, x in ranked.items()}
+
 # ------------------------------------------------------------------------------------------------ statistics
 
 def by_note(values, notes):
@@ -997,6 +1034,28 @@ def wilson(k, n):
     from scipy.stats import binomtest
     ci = binomtest(int(k), int(n)).proportion_ci(method='wilson')
     return k / n, float(ci.low), float(ci.high)
+
+
+def knockin_summary(donor, same, seed=0):
+    """Recovery, share of notes above the 95th percentile of their controls, and same-answer shift / donor shift: each
+    (value, low, high), notes resampled; control: 95th percentile over random sets of the same ratio."""
+    who = [r['id'] for r in donor]
+    gain = by_note([r['d_patched'] - r['d_rec'] for r in donor], who)[1]
+    den = by_note([r['d_src'] - r['d_rec'] for r in donor], who)[1]
+    out = {'recovery': ratio_interval(gain, den, seed), 'control': None, 'pass': (None,) * 3, 'same': (None,) * 3, 'n': len(den)}
+    if donor[0]['controls']:
+        rand = by_note([[c - r['d_rec'] for c in r['controls']] for r in donor], who)[1]
+        c = [ratio_interval(x, den, draws=1)[0] for x in rand.T]
+        out['control'] = None if None in c else float(np.percentile(c, 95))
+        beat = gain > np.percentile(rand, 95, axis=1)
+        out['pass'] = wilson(beat.sum(), len(beat))
+    if same:
+        partner = {r['recipient']: r for r in donor}
+        both = [(r, partner[r['recipient']]) for r in same if r['recipient'] in partner]
+        who = [r['id'] for r, _ in both]
+        out['same'] = ratio_interval(by_note([abs(r['d_patched'] - r['d_rec']) for r, _ in both], who)[1],
+                                     by_note([abs(d['d_patched'] - d['d_rec']) for _, d in both], who)[1], seed)
+    return out
 
 
 def random_sets(heads, n, shape, seed, outside=None):

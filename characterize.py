@@ -1,0 +1,272 @@
+"""characterize.py - traces -> events -> attribution -> null calibration -> the heads that decide.
+
+    python characterize.py --work W --model M                     # the model's own greedy traces
+    python characterize.py --work W --model M --traces T.jsonl    # traces made elsewhere, re-scored by this model
+
+Writes into WORK/runs/NAME: traces.jsonl, events.jsonl, dropped.jsonl, events.safetensors, heads.jsonl, selection.jsonl.
+Three passes over the notes, each kept note by note: a clean one (z, logits, margins), one with gradient (attribution at
+events and at matched null positions), and one of keep-only rows that finds the smallest sufficient prefix of the ranking.
+Heads are chosen on discovery notes alone; nothing here looks at a test note's ablations.
+"""
+import json
+
+import numpy as np
+import torch
+
+from common import (PHASES, Encoder, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
+                    folder_hash, generate, load_model, load_task, load_tokenizer, load_traces, loo_means, margin, measure, mentions, prefill, prefix_kv, rank,
+                    ratio_interval, run_dir, scored, write_jsonl, write_tensors, world)
+
+J = 4                    # null positions of an event [S]
+PERMUTATIONS = 2000      # of event/null labels within notes; METHOD asks for at least 1,000 [A]
+FLOOR = 0.01             # effect floor: a head's calibrated score as a share of the phase's mean clean margin [A]
+RECOVERY = 0.8           # keep-only recovery that the smallest set must reach [S]
+LARGEST = 64             # longest prefix of the ranking that is tried; longer sets are not "small" [A]
+
+
+def make_traces(args, task, model, enc, run, ids):
+    """traces.jsonl of the model's own greedy completions. Each batch is appended to a partial file: a killed run goes on."""
+    partial = run / f'traces.{rank()}.partial.jsonl'
+    done = {}
+    if partial.exists():
+        lines = partial.read_bytes().split(b'\n')[:-1]            # a line without its end was cut by the kill
+        done = {r['id']: r for r in map(json.loads, lines)}
+        partial.write_bytes(b''.join(x + b'\n' for x in lines))
+    todo = [i for i in ids[rank()::world()] if i not in done]
+    prefix = prefix_kv(model, enc)
+    for i, (out, truncated) in zip(todo, generate(model, enc, prefix, [task.notes[i] for i in todo], args.max_new_tokens, args.batch)):
+        text = enc.tok.decode(out, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        record = {'id': i, 'completion': text, 'codes': answer_codes(text, task), 'truncated': truncated}
+        with partial.open('a', encoding='utf-8') as f:
+            f.write(json.dumps(record, ensure_ascii=False) + '\n')
+    barrier()
+    if rank() == 0:
+        every = {}
+        for f in sorted(run.glob('traces.*.partial.jsonl')):
+            every |= {r['id']: r for r in map(json.loads, f.read_text(encoding='utf-8').splitlines())}
+        write_jsonl(run / 'traces.jsonl', [every[i] for i in ids])
+        for f in run.glob('traces.*.partial.jsonl'):
+            f.unlink()
+    barrier()
+
+
+def null_positions(events, margins, top_margin, relative, allowed, edges, seed):
+    """(E,J) positions of the same trace for each event, not code tokens, nearest in margin decile, then in relative
+    position; -1 where the trace has too few. margins (E,), relative (n,) in [0,1], allowed (n,) bool, edges: deciles."""
+    decile = lambda x: np.searchsorted(edges, x)
+    free = np.flatnonzero(allowed)
+    out = np.full((len(events), J), -1)
+    for i, e in enumerate(events):
+        if len(free) < J:
+            continue
+        cost = np.abs(decile(top_margin[free]) - decile(margins[i])) + np.abs(relative[free] - relative[e['at']])
+        out[i] = free[np.argsort(cost, kind='stable')[:J]]
+    return out
+
+
+def calibrate(a_event, a_null, event_note, null_note, seed):
+    """Null calibration of METHOD.md. a_event (n,X), a_null (m,X) with their notes; returns raw (X,), null (X,), c (X,)
+    and one-sided p (X,) from permuting event/null labels within notes. Every mean is a mean over notes of means."""
+    from scipy.stats import false_discovery_control
+    rng = np.random.default_rng(seed)
+    notes = [n for n in dict.fromkeys(event_note) if (null_note == n).any()]
+    raw = null = 0
+    perm = np.zeros((PERMUTATIONS, a_event.shape[1]))
+    for n in notes:
+        e, z = a_event[event_note == n], a_null[null_note == n]
+        raw, null = raw + e.mean(0) / len(notes), null + z.mean(0) / len(notes)
+        pool = np.concatenate([e, z])
+        weight = np.full((PERMUTATIONS, len(pool)), -1 / len(z))
+        chosen = rng.permuted(np.tile(np.arange(len(pool)), (PERMUTATIONS, 1)), axis=1)[:, :len(e)]
+        np.put_along_axis(weight, chosen, 1 / len(e), 1)
+        perm += weight @ pool / len(notes)
+    c = raw - null
+    p = (1 + (perm >= c - 1e-12).sum(0)) / (PERMUTATIONS + 1)
+    return raw, null, c, false_discovery_control(p, method='bh')
+
+
+def main():
+    p = common_args(__doc__)
+    p.add_argument('--traces', help='traces.jsonl made elsewhere, copied in and re-scored')
+    p.add_argument('--splits', default='discovery,test', help='splits whose events are measured')
+    p.add_argument('--also-trace', default='', help='further splits to generate traces for (train,dev for a teacher)')
+    p.add_argument('--limit', type=int, default=0, help='at most this many notes a split; 0: all')
+    p.add_argument('--max-new-tokens', type=int, default=512, help='longest completion in tokens; longer ones are marked truncated')
+    p.add_argument('--batch', type=int, default=32, help='notes generated together')
+    p.add_argument('--coarse', default='first', choices=('first', 'settling'), help='which token of a region is the coarse event')
+    p.add_argument('--ig', type=int, default=0, help='interpolation points of the gradient; 0: the plain gradient')
+    args = p.parse_args()
+
+    task, run = load_task(args.work), run_dir(args)
+    settings = {k: getattr(args, k) for k in ('model', 'dtype', 'chat', 'margin', 'seed', 'splits', 'also_trace', 'limit', 'max_new_tokens', 'coarse', 'ig')}
+    settings |= {'task': task.hash, 'weights': folder_hash(args.model), 'traces': folder_hash(args.traces) if args.traces else None}
+    if begin(run, 'characterize', settings):
+        return print(f'{run} is characterized already')
+    model = load_model(args.model, args.dtype, args.device, args.device_map)
+    stop = getattr(model.generation_config, 'eos_token_id', None)
+    enc = Encoder(load_tokenizer(args.model), task, args.chat, tuple([stop] if isinstance(stop, int) else stop or ()))
+    L, H, D = model.probe_shape
+    pick = lambda splits: [i for s in splits.split(',') if s for i in task.ids(s)[:args.limit or None]]
+
+    # ---- traces
+    if not (run / 'traces.jsonl').exists():
+        if args.traces:
+            write_jsonl(run / 'traces.jsonl', load_traces(args.traces, task).values())
+        else:
+            make_traces(args, task, model, enc, run, pick(args.splits) + pick(args.also_trace))
+    traces = load_traces(run / 'traces.jsonl', task)
+
+    # ---- events
+    wanted, finder, events, dropped = set(pick(args.splits)), EventFinder(enc, args.coarse), [], []
+    ids, first = {}, {}
+    for i, t in traces.items():
+        if i in wanted:
+            note = enc.note(task.notes[i])
+            ids[i], first[i] = enc.prefix + note + enc.completion(t['completion'])[0], len(enc.prefix) + len(note)
+            e, d = finder(i, t, first[i])
+            events += e
+            dropped += d
+    events = [{'event': n, **e} for n, e in enumerate(events)]
+    mine = {}
+    for e in events:
+        mine.setdefault(e['id'], []).append(e)
+    table = {t: n for n, t in enumerate(sorted({t for e in events for t in [e['target'], *e['foils']]}))}
+    prefix, P = prefix_kv(model, enc), len(enc.prefix)
+
+    # ---- pass 1: z, logits and margins at events; top-1 and runner-up at every position of the trace
+    def clean(i):
+        ev = mine[i]
+        at = torch.arange(first[i] - 1, len(ids[i]) - 1) - P      # every position that scores a token of the completion
+        with torch.no_grad():
+            logits, probe = prefill(model, ids[i][P:], prefix, z_at=torch.tensor([e['query'] - P for e in ev]), head=(at, None))
+        row = [e['query'] - first[i] + 1 for e in ev]
+        top = logits[0].float().topk(2)
+        width, target, foil = scored(ev)
+        return {'z': torch.stack([probe.z[l].float().cpu() for l in range(L)], 1), 'logits': logits[0, row][:, list(table)].float(),
+                'margin': margin(logits[0, row][:, width], target, foil, args.margin), 'top': top.indices, 'top_margin': top.values[:, 0] - top.values[:, 1]}
+    one = each_note(run, 'clean', list(mine), clean)
+    for i, ev in mine.items():
+        for e, m in zip(ev, one[i]['margin'].tolist()):
+            e['margin'] = m
+    z = torch.cat([one[i]['z'] for i in mine]) if mine else torch.zeros(0, L, H, D)
+    discovery = set(task.ids('discovery'))
+    mean_of, phases = loo_means(z, events, discovery)
+    left_out = [p for p in PHASES if p not in phases]
+
+    # ---- null positions, matched within the trace
+    m_all = np.array([e['margin'] for e in events])
+    edges = np.quantile(m_all, np.linspace(0.1, 0.9, 9)) if len(m_all) else np.zeros(9)
+    nulls = {}
+    for i, ev in mine.items():
+        n = len(one[i]['top_margin'])
+        allowed = np.ones(n, bool)
+        offs = enc.completion(traces[i]['completion'])[1]
+        for a, b, _ in mentions(traces[i]['completion'], task.index):
+            allowed[[t for t, (s, x) in enumerate(offs) if s < b and x > a]] = False
+        at = null_positions([{'at': e['query'] - first[i] + 1} for e in ev], [e['margin'] for e in ev], one[i]['top_margin'].numpy(),
+                            np.arange(n) / max(1, n - 1), allowed, edges, args.seed)
+        nulls[i] = [(j, int(t)) for j in range(len(ev)) for t in at[j] if t >= 0]
+
+    # ---- pass 2: attribution at events and at null positions, one backward a note
+    def attribute(i):
+        ev = [e for e in mine[i]]
+        top = one[i]['top']
+        fake = [{'query': int(t) + first[i] - 1, 'target': int(top[t, 0]), 'foils': [int(top[t, 1])], 'phase': ev[j]['phase']} for j, t in nulls[i]]
+        at = torch.tensor([e['query'] - P for e in ev + fake])
+        with torch.no_grad():
+            probe = prefill(model, ids[i][P:], prefix, keep_kv=True, z_at=at, head=(at[:1], torch.tensor([0])))[1]
+        both, mu = ev + fake, {p: mean_of(i, p) for p in phases}
+        zz = torch.stack([probe.z[l].float().cpu() for l in range(L)], 1)
+        ref = torch.stack([mu.get(e['phase'], torch.full((L, H, D), torch.nan)) for e in both])
+        a = torch.cat([attribution(model, [*prefix, probe.kv], ids[i], both[s:s + 256], zz[s:s + 256], ref[s:s + 256], args.ig, args.margin)
+                       for s in range(0, len(both), 256)])
+        return {'attribution': a[:len(ev)], 'null': a[len(ev):]}
+    two = each_note(run, 'attribution', list(mine), attribute)
+    cat = lambda k: torch.cat([two[i][k] for i in mine]) if mine else torch.zeros(0, L, H)
+    a_event, a_null = cat('attribution'), cat('null')
+    null_event = np.array([mine[i][j]['event'] for i in mine for j, _ in nulls[i]], np.int64)
+
+    # ---- calibrated ranking, on discovery notes with a positive clean margin
+    note_of, phase_of = np.array([e['id'] for e in events]), np.array([e['phase'] for e in events])
+    use = np.array([e['id'] in discovery and e['margin'] > 0 for e in events], bool)
+    score, order = {}, {}
+    for ph in phases:
+        sel = use & (phase_of == ph)
+        nsel = sel[null_event] if len(null_event) else np.zeros(0, bool)
+        if not nsel.any():
+            continue
+        x = calibrate(a_event[sel].flatten(1).numpy(), a_null[nsel].flatten(1).numpy(), note_of[sel], note_of[null_event][nsel], args.seed)
+        clean_margin = by_note(m_all[sel], note_of[sel])
+        floor = FLOOR * (clean_margin[1] / clean_margin[2]).mean()
+        score[ph] = x
+        rank_order = np.argsort(-x[2], kind='stable')
+        order[ph] = [h for h in rank_order if x[3][h] < 0.05 and x[2][h] > floor][:LARGEST]
+
+    # ---- pass 3: keep-only of every prefix of the ranking; the smallest that recovers enough is the set
+    def keep(i):
+        ev = [e for e in mine[i] if e['phase'] in order]
+        if not ev or i not in discovery:
+            return {'margin': torch.zeros(0)}
+        with torch.no_grad():
+            probe = prefill(model, ids[i][P:], prefix, keep_kv=True, head=(torch.tensor([0]), torch.tensor([0])))[1]
+        event, masks = [], []
+        for j, e in enumerate(ev):
+            mask = torch.ones(LARGEST + 1, L * H, dtype=torch.bool)
+            for k, h in enumerate(order[e['phase']]):
+                mask[k + 1:, h] = False
+            masks.append(mask[:len(order[e['phase']]) + 1])
+            event += [j] * len(masks[-1])
+        bank = torch.stack([mean_of(i, e['phase']) for e in ev])
+        value, null = measure(model, [*prefix, probe.kv], ids[i], ev, event, (torch.cat(masks).view(-1, L, H), bank, torch.tensor(event)), rows=args.rows, how=args.margin)
+        return {'margin': value, 'null': null, 'event': torch.tensor([ev[j]['event'] for j in event])}
+    three = each_note(run, 'keep', [i for i in mine if i in discovery], keep)
+    chosen, selection = {}, []
+    for ph in order:
+        rows = [(i, three[i]['margin'][at].numpy(), float(three[i]['null'][at][0])) for i in three if len(three[i]['margin'])
+                for e in mine[i] if e['phase'] == ph and e['margin'] > 0 for at in [three[i]['event'] == e['event']]]
+        who = [r[0] for r in rows]
+        kept, null = np.stack([r[1] for r in rows]), np.array([r[2] for r in rows])
+        den = by_note(null - kept[:, 0], who)[1]
+        size = 0
+        for k in range(1, kept.shape[1]):
+            value, low, high = ratio_interval(by_note(kept[:, k] - kept[:, 0], who)[1], den, args.seed)
+            selection.append({'phase': ph, 'size': k, 'recovery': value, 'low': low, 'high': high, 'n': len(den)})
+            if value is not None and value >= RECOVERY and not size:
+                size = k
+        chosen[ph] = [int(h) for h in order[ph][:size or len(order[ph])]]
+    heads = []
+    for ph in PHASES:
+        raw, null, c, q = score.get(ph, (np.full(L * H, np.nan),) * 4)
+        ranks = np.argsort(np.argsort(-np.nan_to_num(c, nan=-np.inf), kind='stable')) + 1
+        f = lambda v: None if np.isnan(v) else float(v)
+        heads += [{'phase': ph, 'layer': h // H, 'head': h % H, 'attribution': f(raw[h]), 'null': f(null[h]), 'calibrated': f(c[h]), 'q_value': f(q[h]),
+                   'rank': int(ranks[h]), 'selected': h in chosen.get(ph, [])} for h in range(L * H)]
+    if rank() == 0:
+        mean = torch.stack([mean_of(None, p) if p in phases else torch.zeros(L, H, D) for p in PHASES])
+        write_tensors(run / 'events.safetensors', {
+            'z': z, 'mean': mean, 'attribution': a_event, 'null': a_null, 'null_event': torch.tensor(null_event),
+            'logits': torch.cat([one[i]['logits'] for i in mine]) if mine else torch.zeros(0, 0), 'tokens': torch.tensor(list(table), dtype=torch.long)})
+        write_jsonl(run / 'events.jsonl', events)
+        write_jsonl(run / 'dropped.jsonl', dropped)
+        write_jsonl(run / 'heads.jsonl', heads)
+        write_jsonl(run / 'selection.jsonl', selection)
+        finish(run, 'characterize')
+
+        # ---- what came out
+        cut = sum(t['truncated'] for t in traces.values())
+        print(f'{len(traces)} traces ({cut} truncated), {len(events)} events, {len(dropped)} codes dropped, {L} layers x {H} heads')
+        print(f'{"phase":9} {"events":>6} {"notes":>5} {"margin":>7} {"right":>6} {"set":>4} {"share":>6}  recovery (discovery)')
+        for ph in PHASES:
+            sel = phase_of == ph if len(events) else np.zeros(0, bool)
+            rec = next((s for s in selection if s['phase'] == ph and s['size'] == len(chosen.get(ph, []))), None)
+            tail = f'{rec["recovery"]:.2f} [{rec["low"]:.2f}, {rec["high"]:.2f}]' if rec and rec['recovery'] is not None else '-'
+            if sel.any():
+                print(f'{ph:9} {sel.sum():6} {len(set(note_of[sel])):5} {m_all[sel].mean():7.2f} {(m_all[sel] > 0).mean():6.3f} {len(chosen.get(ph, [])):4} {len(chosen.get(ph, [])) / L / H:6.3f}  {tail}')
+        if left_out:
+            print(f'left out (events in fewer than 3 discovery notes): {", ".join(left_out)}')
+        print('selected: ' + ('; '.join(f'{ph} ' + ' '.join(f'{h // H}.{h % H}' for h in c) for ph, c in chosen.items() if c) or 'nothing was selected'))
+        print(f'next: python ablate.py --work {args.work} --model {args.model}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,153 @@
+"""The toy: a synthetic coding clinic that a tiny model learns from scratch in minutes.
+
+    python data/toy/prepare.py --work work/toy
+
+A code is a region letter and a two-digit leaf (K17). The candidate list says, line by line, `finding qualifier code`;
+all codes of a finding share its region. A note mentions (finding, qualifier) pairs among noise words; the trace takes
+them in order, and after a few linking words of varying number names the code. Where the note says `possible`, it first
+names another code of the region with that code's own qualifier (the near-miss), then `not`, then the code.
+
+Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
+that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
+drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
+
+Writes labels.jsonl, notes.jsonl, prompt.json, train/copy.jsonl and train/episodes.jsonl (for distill.py --data), and the
+folders init/teacher and init/student: config.json and tokenizer of two families, no weights.
+"""
+import argparse
+import pathlib
+import random
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from common import SPLITS, private_dir, write_jsonl, write_text  # noqa: E402
+
+FINDINGS = 'fever cough rash nausea fracture anemia edema asthma ulcer migraine hernia gout abscess stroke sepsis lesion'.split()
+QUALIFIERS = 'acute chronic mild severe left right recurrent early late upper lower deep benign focal painful stable'.split()
+NOISE = ('patient came with family after dinner walked slowly spoke about work garden weather denied travel slept well ate little '
+         'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
+LINKS = 'so this here seems to be likely now we read it as given'.split()
+LETTERS = 'ABCDEFGHIJKLMNOPQRST'
+PROMPT = {'prefix': 'Candidates\n{list}', 'before_note': 'Note:', 'after_note': '\nTrace:', 'answer': 'Final codes:'}
+
+
+def draw_list(rng, regions, leaves):
+    """{finding: {qualifier: code}}: `regions` findings with a letter each, `leaves` qualifiers with two digits each."""
+    table = {}
+    for finding, letter in zip(rng.sample(FINDINGS, regions), rng.sample(LETTERS, regions)):
+        digits = rng.sample(range(100), leaves)
+        table[finding] = {q: f'{letter}{d:02d}' for q, d in zip(rng.sample(QUALIFIERS, leaves), digits)}
+    return table
+
+
+def list_text(rng, table):
+    lines = [f'{f} {q} {c}\n' for f, row in table.items() for q, c in row.items()]
+    rng.shuffle(lines)
+    return PROMPT['prefix'].format(list=''.join(lines))
+
+
+def draw_note(rng, table, mentions):
+    """(text, [(finding, qualifier, code, doubtful, start, end)]); start, end: characters of `finding qualifier`."""
+    text, found = '', []
+    for f in rng.sample(list(table), min(mentions, len(table))):
+        q = rng.choice(list(table[f]))
+        text += ''.join(f' {w}' for w in rng.sample(NOISE, rng.randint(1, 3)))
+        doubt = rng.random() < 0.5
+        text += ' possible' if doubt else ''
+        found.append((f, q, table[f][q], doubt, len(text) + 1, len(text) + 1 + len(f'{f} {q}')))
+        text += f' {f} {q}'
+    return text + f' {rng.choice(NOISE)}', found
+
+
+def draw_trace(rng, table, found):
+    text = ''
+    for f, q, code, doubt, _, _ in found:
+        links = ''.join(f' {w}' for w in rng.sample(LINKS, rng.randint(0, 4)))
+        near = rng.choice([x for x in table[f] if x != q]) if doubt else None
+        text += f' {f} {q}{links} (code:' + (f' {table[f][near]} {near} not' if near else '') + f' {code})'
+    return text + f'\n{PROMPT["answer"]}' + ''.join(f' {code}' for _, _, code, _, _, _ in found)
+
+
+def episodes(rng, n):
+    """n episodes, from short lists to the size of the task's."""
+    for i in range(n):
+        share = i / n
+        hi = 3 if share < 0.2 else 5 if share < 0.4 else 8 if share < 0.6 else 12
+        regions, leaves = rng.randint(2, hi), rng.randint(2, min(hi, 8))
+        if share > 0.6 and rng.random() < 0.25:
+            regions, leaves = 12, 8
+        table = draw_list(rng, regions, leaves)
+        note, found = draw_note(rng, table, rng.randint(2, 5))
+        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': draw_trace(rng, table, found)}
+
+
+def copies(rng, n):
+    """n random word sequences, each said twice: what teaches a small transformer to copy."""
+    every = FINDINGS + QUALIFIERS + NOISE + LINKS
+    for i in range(n):
+        words = rng.sample(every, rng.randint(3, 6 + 34 * i // n))
+        if i > n // 2:                                            # codes repeat their digits: harder, so later
+            words = [f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' if rng.random() < 0.2 else w for w in words]
+        yield {'prompt': ' ' + ' '.join(words) + '\n', 'completion': ' ' + ' '.join(words)}
+
+
+def tokenizer(folder, pattern, texts):
+    """A word-level tokenizer: pieces cut by `pattern` (a leading space belongs to its piece), vocabulary from texts."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    cut = pre_tokenizers.Split(Regex(pattern), 'isolated')
+    pieces = sorted({p for t in texts for p, _ in cut.pre_tokenize_str(t)})
+    special = ['<unk>', '<s>', '</s>']
+    tok = Tokenizer(models.WordLevel({p: i for i, p in enumerate(special + pieces)}, unk_token='<unk>'))
+    tok.pre_tokenizer, tok.decoder = cut, decoders.Fuse()
+    tok = PreTrainedTokenizerFast(tokenizer_object=tok, unk_token='<unk>', bos_token='<s>', eos_token='</s>', clean_up_tokenization_spaces=False)
+    tok.save_pretrained(folder)
+    return len(tok)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split('\n')[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('--work', required=True, help='work directory to write')
+    p.add_argument('--seed', type=int, default=0)
+    p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
+    p.add_argument('--leaves', type=int, default=8, help='codes of a region')
+    p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
+    p.add_argument('--copies', type=int, default=12800, help='records of train/copy.jsonl')
+    p.add_argument('--episodes', type=int, default=22400, help='records of train/episodes.jsonl')
+    args = p.parse_args()
+    from transformers import LlamaConfig, Qwen2Config
+    work = private_dir(args.work)
+    if (work / 'notes.jsonl').exists():
+        return print(f'{work} is there already')
+    rng = random.Random(f'task {args.seed}')
+    table = draw_list(rng, args.regions, args.leaves)
+    prefix = list_text(rng, table)
+    notes = []
+    for split, n in (s.split('=') for s in args.notes.split(',')):
+        assert split in SPLITS, split
+        for i in range(int(n)):
+            text, found = draw_note(rng, table, rng.randint(2, 5))
+            notes.append({'id': f'{split}-{i:04d}', 'text': text, 'codes': [m[2] for m in found], 'split': split,
+                          'evidence': [{'code': m[2], 'start': m[4], 'end': m[5]} for m in found]})
+    private_dir(work / 'train')
+    write_jsonl(work / 'train' / 'copy.jsonl', copies(random.Random(f'copy {args.seed}'), args.copies))
+    write_jsonl(work / 'train' / 'episodes.jsonl', episodes(random.Random(f'episodes {args.seed}'), args.episodes))
+    words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not']
+    texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
+             PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer'] + ' (code: A00)']
+    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.02)
+    one = tokenizer(work / 'init' / 'teacher', r' ?[A-Z](?=\d)| ?[A-Za-z]+| \(|\d|\s|[^\w\s]', texts)
+    two = tokenizer(work / 'init' / 'student', r' ?[A-Z](?=\d)| ?[A-Za-z]{1,5}| \(|\d\d|\s|[^\w\s]', texts)
+    LlamaConfig(vocab_size=one, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+                tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'teacher')
+    Qwen2Config(vocab_size=two, hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
+                tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'student')
+    write_jsonl(work / 'notes.jsonl', notes)
+    write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{f} {q}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
+    write_text(work / 'prompt.json', __import__('json').dumps(PROMPT | {'prefix': prefix}, indent=1))
+    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), {args.copies} copy records, '
+          f'{args.episodes} episodes\nnext: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/copy.jsonl --name teacher-copy')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,412 @@
+"""distill.py - trains a causal LM on traces: chain-of-thought loss, with or without MISTILL's pooled-attention supervision.
+
+    python distill.py --work W --student S --scratch --data W/train/copy.jsonl --name base      # from random weights
+    python distill.py --work W --teacher M --student S --lam 0   --name cot-s0     --seed 0     # CoT arm
+    python distill.py --work W --teacher M --student S --lam 0.3 --name mistill-s0 --seed 0     # MISTILL arm
+
+loss = CE(reasoning + answer) / supervised tokens  +  lam * mean_phases mean_events KL(P_teacher || P_student)
+P is the attention of a pool of heads at a decision event, averaged over heads and summed over the whitespace words of the
+text, so that teacher and student may tokenize differently (METHOD.md, MISTILL). Only event rows of attention exist: E x T.
+The teacher is read once, its rows are kept in WORK/runs/TEACHER/rows/, and it is gone before the student trains.
+"""
+import pathlib
+import re
+import shutil
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from tqdm import tqdm
+
+from common import (PHASES, Encoder, EventFinder, Fault, Probe, attribution, barrier, begin, common_args, finish, folder_hash, load_heads, load_model,
+                    load_task, load_tokenizer, load_traces, prefill, prefix_kv, private_dir, rank, read_jsonl, sha, spans, whole, world, write_tensors)
+
+# ------------------------------------------------------------------------------------------------ words
+
+def words(text):
+    """[(start, end)] of the whitespace words of text: the units that teacher and student share."""
+    return [m.span() for m in re.finditer(r'\S+', text)]
+
+
+def token_words(offsets, units):
+    """Which share of each token lies in which word: (token, word, weight) arrays; a token without a word is left out.
+    A token across a boundary is split by character overlap. offsets, units: sorted (start, end) lists."""
+    tokens, where, weight = [], [], []
+    starts = np.array([u[0] for u in units] or [0])
+    for t, (s, e) in enumerate(offsets):
+        u = max(0, int(np.searchsorted(starts, s, 'right')) - 1)
+        hits = []
+        while u < len(units) and units[u][0] < e:
+            overlap = min(e, units[u][1]) - max(s, units[u][0])
+            if overlap > 0:
+                hits.append((u, overlap))
+            u += 1
+        total = sum(o for _, o in hits)
+        for u, o in hits:
+            tokens.append(t), where.append(u), weight.append(o / total)
+    return np.array(tokens, np.int64), np.array(where, np.int64), np.array(weight, np.float32)
+
+
+class Words:
+    """Token-to-word maps of whole sequences: prefix, note and completion are mapped part by part, as they are tokenized.
+    Bin 0 holds BOS, template and any token without a word."""
+
+    def __init__(self, enc):
+        self.enc, self.raw = enc, enc.task.prompt
+        ids, offs = spans(enc.tok, [enc.prefix_text])[0]
+        self.prefix = self.part(enc.prefix_text, self.raw['prefix'], offs, 1)
+        self.shift = enc.front
+
+    def part(self, text, raw, offs, first):
+        at = text.find(raw) if raw else 0
+        units = [(s + at, e + at) for s, e in words(raw)]
+        return token_words(offs, units), len(offs), first, first + len(units)
+
+    def __call__(self, note, completion):
+        """(token, word, weight) tensors over the tokens of one sequence, and its number of words W (bin 0 included)."""
+        raw = self.raw['before_note'] + note['text'] + self.raw['after_note']
+        text = self.enc.prompt_text(note)
+        middle = self.part(text, raw, spans(self.enc.tok, [text])[0][1], self.prefix[3])
+        tail = self.part(completion, completion, self.enc.completion(completion)[1], middle[3])
+        out, base = [[], [], []], self.shift
+        for (t, w, x), n, first, _ in (self.prefix, middle, tail):
+            for o, y in zip(out, (t + base, w + first, x)):
+                o.append(y)
+            base += n
+        t, w, x = (np.concatenate(o) for o in out)
+        bare = np.setdiff1d(np.arange(base), t)
+        return [torch.tensor(np.concatenate(p)) for p in ((t, bare), (w, np.zeros_like(bare)), (x, np.ones(len(bare), np.float32)))], tail[3]
+
+
+def pool_words(weights, heads, maps, W):
+    """P (n,W): attention rows weights {layer: (n,H,T)} averaged over heads [(l,h)], summed over words, normalised."""
+    mean = sum(weights[l][:, h] for l, h in heads) / len(heads)                               # (n,T)
+    token, word, share = (m.to(mean.device) for m in maps)
+    P = mean.new_zeros(len(mean), W).index_add(1, word, mean[:, token] * share)
+    return P / P.sum(1, keepdim=True)
+
+
+def attention_loss(P_teacher, P_student):
+    """KL(P_teacher || P_student) per event (n,), fp32. Zero mass is clamped before the log, so gradients stay finite."""
+    pt, ps = P_teacher.float(), P_student.float()
+    return (pt * (pt.clamp_min(1e-8).log() - ps.clamp_min(1e-8).log())).sum(1)
+
+# ------------------------------------------------------------------------------------------------ teacher and pools
+
+def teacher_rows(args, task, traces, pools):
+    """Pooled attention of the teacher at every event of `traces`, read once: a file of {i: (n,W_i)} rows and a list of
+    its events. Kept in runs/TEACHER/rows/; the teacher is not in memory afterwards."""
+    run = task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name
+    tok = load_tokenizer(args.teacher)
+    enc = Encoder(tok, task, args.chat)
+    finder, kept = EventFinder(enc), []
+    for t in traces.values():
+        kept += finder(t['id'], t, len(enc.prefix) + len(enc.note(task.notes[t['id']])))[0]
+    kept = [e for e in kept if pools[e['phase']]]
+    key = sha(sorted(pools.items()), enc.hash(), folder_hash(args.teacher), task.hash, [(t['id'], t['completion']) for t in traces.values()])
+    path = private_dir(run / 'rows') / f'{key}.safetensors'
+    if not path.exists() and rank() == 0:
+        model = load_model(args.teacher, args.dtype, args.device, args.device_map)
+        prefix, mapper, out = prefix_kv(model, enc), Words(enc), {}
+        layers = {l for p in pools.values() for l, _ in p}
+        for i, t in tqdm(traces.items(), desc='teacher rows', unit='note', disable=None, leave=False):
+            mine = [e for e in kept if e['id'] == i]
+            if not mine:
+                continue
+            ids = enc.note(task.notes[i]) + enc.completion(t['completion'])[0]
+            q = torch.tensor([e['query'] - len(enc.prefix) for e in mine])
+            with torch.no_grad():
+                probe = prefill(model, ids, prefix, attn_at=(torch.zeros_like(q), q), attn_layers=layers, head=(q[:1], torch.tensor([0])))[1]
+            maps, W = mapper(task.notes[i], t['completion'])
+            out[i] = torch.cat([pool_words({l: w[j:j + 1] for l, w in probe.attn.items()}, pools[e['phase']], maps, W) for j, e in enumerate(mine)])
+        write_tensors(path, out)
+        del model, prefix
+    barrier()
+    return path, kept
+
+
+def student_pool(args, model, enc, task, traces, pools):
+    """{phase: [(l,h)]}: as many heads as the teacher's pool has (at most half of the student's), chosen on the untrained
+    student and then frozen. top: by attribution at the mapped events; random: any; band: all heads of the middle third of
+    the layers. [A]"""
+    L, H, D = model.probe_shape
+    size = {p: min(len(pools[p]), max(1, L * H // 2)) for p in PHASES}
+    if args.pool == 'band':
+        return {p: [(l, h) for l in range(L // 3, max(L // 3 + 1, 2 * L // 3)) for h in range(H)] if size[p] else [] for p in PHASES}
+    if args.pool == 'random':
+        rng = np.random.default_rng(args.seed)
+        return {p: [divmod(int(i), H) for i in rng.choice(L * H, size[p], replace=False)] for p in PHASES}
+    finder, prefix, zs, events, state = EventFinder(enc), prefix_kv(model, enc), [], [], []
+    for t in list(traces.values())[:args.pool_notes]:
+        ids = enc.note(task.notes[t['id']]) + enc.completion(t['completion'])[0]
+        mine, _ = finder(t['id'], t, len(enc.prefix) + len(enc.note(task.notes[t['id']])))
+        if mine:
+            at = torch.tensor([e['query'] - len(enc.prefix) for e in mine])
+            with torch.no_grad():
+                probe = prefill(model, ids, prefix, keep_kv=True, z_at=at, head=(at[:1], torch.tensor([0])))[1]
+            zs.append(torch.stack([probe.z[l] for l in range(L)], 1))
+            events.append(mine)
+            state.append((enc.prefix + ids, [*prefix, probe.kv]))
+    flat = [e for mine in events for e in mine]
+    mean = {p: torch.cat(zs)[[e['phase'] == p for e in flat]].mean(0) for p in PHASES if any(e['phase'] == p for e in flat)}
+    total = {p: torch.zeros(L, H) for p in PHASES}
+    for mine, z, (ids, past) in zip(events, zs, state):
+        a = attribution(model, past, ids, mine, z.cpu(), torch.stack([mean[e['phase']] for e in mine]).cpu())
+        for e, x in zip(mine, a):
+            total[e['phase']] += x
+    return {p: [divmod(int(i), H) for i in total[p].flatten().argsort(descending=True)[:size[p]]] for p in PHASES}
+
+# ------------------------------------------------------------------------------------------------ examples
+
+def load_examples(args, task, enc):
+    """(examples, traces). An example: ids (behind the prefix), n = first supervised token, text and events for MISTILL."""
+    examples, end = [], list(enc.eos[:1])
+    if args.data:
+        texts = [(f'{args.data}:{i}', r['prompt'], r['completion']) for i, r in read_jsonl(args.data, {'prompt': str, 'completion': str})]
+        out = enc.tok([t for _, p, c in texts for t in (p, c)], add_special_tokens=False)['input_ids']
+        front = enc.prefix[:enc.front]
+        examples = [{'id': at, 'ids': front + a + b + end, 'n': len(front) + len(a)} for (at, _, _), a, b in zip(texts, out[::2], out[1::2])]
+        traces = {}
+    else:
+        path = pathlib.Path(args.traces) if args.traces else task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name / 'traces.jsonl'
+        traces = {i: t for i, t in load_traces(path, task).items() if task.notes[i]['split'] == args.split and not t['truncated']}
+        for i, t in list(traces.items())[:args.limit or None]:
+            note = enc.note(task.notes[i])
+            examples.append({'id': i, 'ids': note + enc.completion(t['completion'])[0] + end, 'n': len(note)})
+        traces = {e['id']: traces[e['id']] for e in examples}
+        if args.prefix == 'full':
+            for e in examples:
+                e['ids'], e['n'] = enc.prefix + e['ids'], len(enc.prefix) + e['n']
+    if not examples:
+        raise Fault(f'nothing to train on: no whole trace of split {args.split} (or an empty {args.data})')
+    start = 0 if args.data or args.prefix == 'full' else len(enc.prefix)
+    for e in examples:
+        if args.max_len and len(e['ids']) + start > args.max_len:
+            raise Fault(f'{e["id"]}: {len(e["ids"]) + start} tokens, --max-len is {args.max_len}; supervised tokens would be cut')
+        if e['n'] >= len(e['ids']):
+            raise Fault(f'{e["id"]}: no token to supervise')
+    return examples, traces, start
+
+
+def map_events(teacher_events, enc, task, traces, start):
+    """The student's decision for each of the teacher's, by the character at which the code diverges: sets q (position in
+    the student's own sequence) or counts the event as not mapped. Two events of a phase in one student token count once."""
+    found, lost, seen = {}, 0, set()
+    place = {}
+    for row, e in enumerate(teacher_events):
+        if e['id'] not in place:
+            ids, offs = enc.completion(traces[e['id']]['completion'])
+            place[e['id']] = (offs, len(enc.note(task.notes[e['id']])) + (len(enc.prefix) if start == 0 else 0))
+        offs, base = place[e['id']]
+        t = next((i for i, (s, x) in enumerate(offs) if s <= e['start'] < x), None)
+        key = (e['id'], e['phase'], t)
+        if t is None or key in seen or base + t - 1 < 0:
+            lost += 1
+            continue
+        seen.add(key)
+        found.setdefault(e['id'], []).append((e['phase'], base + t - 1, row))
+    return found, lost
+
+
+def batches(n, size, steps, seed, ordered):
+    """Indices of each step: file order, or a fresh permutation an epoch; a function of the seed and the step alone."""
+    if ordered:
+        return [[(s * size + j) % n for j in range(size)] for s in range(steps)]
+    order = np.concatenate([np.random.default_rng((seed, epoch)).permutation(n) for epoch in range(steps * size // n + 1)])
+    return order[:steps * size].reshape(steps, size).tolist()
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+def main():
+    p = common_args(__doc__, model=False)
+    p.add_argument('--teacher', help='teacher model; its traces and heads are read from WORK/runs/TEACHER')
+    p.add_argument('--student', required=True, help='model to train: folder, hub id or .gguf')
+    p.add_argument('--name', required=True, help='folder under WORK/students')
+    p.add_argument('--scratch', action='store_true', help="random weights from the student folder's config.json")
+    p.add_argument('--data', help='JSONL of {"prompt", "completion"}, in file order, in place of traces')
+    p.add_argument('--traces', help='traces.jsonl to train on; default: the teacher\'s')
+    p.add_argument('--split', default='train', help='notes whose traces are trained on')
+    p.add_argument('--limit', type=int, default=0, help='at most this many traces; 0: all')
+    p.add_argument('--lam', type=float, default=0.0, help='weight of the attention loss; 0 is the CoT arm')
+    p.add_argument('--pool', default='top', choices=('top', 'random', 'band'), help="student's supervised heads")
+    p.add_argument('--pool-notes', type=int, default=64, help='notes that rank the untrained student\'s heads')
+    p.add_argument('--precision', default='fp32-master', choices=('fp32', 'fp32-master', 'bf16'), help='fp32-master: bf16 forward, fp32 weights and state')
+    p.add_argument('--prefix', default='full', choices=('full', 'frozen'), help='frozen: keys and values of the candidate list without gradient')
+    p.add_argument('--refresh', type=int, default=20, help='steps between recomputations of a frozen prefix')
+    p.add_argument('--steps', type=int, default=200)
+    p.add_argument('--batch', type=int, default=16, help='sequences of one optimiser step')
+    p.add_argument('--micro', type=int, default=0, help='sequences of one forward; 0: the whole batch')
+    p.add_argument('--lr', type=float, default=2e-3)
+    p.add_argument('--warmup', type=int, default=20, help='steps of linear warm-up; then constant, with a linear decay over the last fifth')
+    p.add_argument('--weight-decay', type=float, default=0.0)
+    p.add_argument('--clip', type=float, default=1.0, help='largest gradient norm')
+    p.add_argument('--max-len', type=int, default=0, help='longest sequence in tokens; a longer one is an error')
+    p.add_argument('--save-every', type=int, default=100, help='steps between resume points')
+    args = p.parse_args()
+
+    task = load_task(args.work)
+    out = private_dir(private_dir(task.work / 'students') / args.name)
+    settings = {k: v for k, v in vars(args).items() if k not in ('rows', 'device', 'device_map', 'show_text', 'work', 'save_every', 'micro')}
+    settings |= {'task': task.hash, 'init': folder_hash(args.student), 'source': folder_hash(args.data or args.traces) if args.data or args.traces else None}
+    if args.teacher:
+        run = task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name
+        settings['source'] = settings['source'] or folder_hash(run / 'traces.jsonl')
+        settings['heads'] = folder_hash(run / 'heads.jsonl') if args.lam else None
+    elif args.lam or not (args.data or args.traces):
+        p.error('--teacher is needed for traces and for lam > 0')
+    if begin(out, 'distill', settings):
+        return print(f'{out} is trained already')
+
+    # ---- student, examples, teacher rows
+    model = load_model(args.student, 'float32', args.device, args.device_map, args.seed if args.scratch else None)
+    eos = getattr(model.generation_config, 'eos_token_id', None)
+    enc = Encoder(load_tokenizer(args.student), task, args.chat, tuple([eos] if isinstance(eos, int) else eos or ()))
+    examples, traces, start = load_examples(args, task, enc)
+    events, pool, rows, mapper, lost = {}, {p: [] for p in PHASES}, None, None, 0
+    if args.lam:
+        pools = load_heads(run)
+        if not any(pools.values()):
+            raise Fault(f'{run}/heads.jsonl selects no head: there is nothing to supervise (lam must be 0)')
+        path, kept = teacher_rows(args, task, traces, pools)
+        pool = student_pool(args, model, enc, task, traces, pools)
+        kept_row, of = [], {}
+        for e in kept:                                            # row of each event in its note's tensor
+            kept_row.append(of.setdefault(e['id'], 0))
+            of[e['id']] += 1
+        events, lost = map_events(kept, enc, task, traces, start)
+        rows, mapper = safe_open(str(path), 'pt'), Words(enc)
+        print('pools: ' + '; '.join(f'{p} teacher {len(pools[p])} heads, student {pool[p]}' for p in PHASES))
+        print(f'{sum(map(len, events.values()))} events mapped, {lost} not mapped (dropped)')
+    layers = {l for heads in pool.values() for l, _ in heads}
+
+    # ---- precision: `model` runs forward and backward, `params` are what the optimiser moves
+    if args.precision != 'fp32':
+        master = [w.detach().clone().requires_grad_() for w in model.parameters()]
+        model.to(torch.bfloat16)
+    for w in model.parameters():
+        w.requires_grad_(True)
+    params = master if args.precision == 'fp32-master' else list(model.parameters())
+    optim = torch.optim.AdamW(params, lr=args.lr, betas=(0.9, 0.98), weight_decay=args.weight_decay)
+    plan = batches(len(examples), args.batch, args.steps, args.seed, ordered=bool(args.data))
+    pad = enc.eos[0] if enc.eos else 0
+    resume, log, step0 = private_dir(out / 'resume') / 'state.safetensors', out / 'log.jsonl', 0
+    if resume.exists():
+        step0 = load_state(resume, model, params, optim)
+        lines = log.read_text().splitlines()[:step0] if log.exists() else []
+        log.write_text(''.join(x + '\n' for x in lines))
+        print(f'resumed at step {step0}')
+    if args.prefix == 'frozen' and not args.data:
+        shared = None
+    began, seen = time.time(), 0
+
+    for step in range(step0, args.steps):
+        lr = args.lr * min(1, (step + 1) / max(1, args.warmup), (args.steps - step) / max(1, args.steps // 5))
+        for g in optim.param_groups:
+            g['lr'] = lr
+        past = ()
+        if start:                                                 # the frozen prefix: a leaf without gradient
+            if shared is None or step % args.refresh == 0:
+                shared = prefix_kv(model, enc)
+            past = shared
+        batch = [examples[i] for i in plan[step]]
+        labels = sum(len(e['ids']) - e['n'] for e in batch)       # global counts: micro-batches and ranks add up to one mean
+        count = {p: sum(1 for e in batch for x in events.get(e['id'], ()) if x[0] == p) for p in PHASES}
+        phases = sum(c > 0 for c in count.values())
+        mine = batch[rank()::world()]
+        ce_sum, kl_sum = 0.0, 0.0
+        for i in range(0, len(mine), args.micro or len(mine)):
+            part = mine[i:i + (args.micro or len(mine))]
+            T = max(len(e['ids']) for e in part)
+            ids = torch.tensor([e['ids'] + [pad] * (T - len(e['ids'])) for e in part], device=model.device)
+            at = torch.tensor([b * T + t for b, e in enumerate(part) for t in range(e['n'] - 1, len(e['ids']) - 1)])
+            target = ids.view(-1)[(at + 1).to(ids.device)]
+            where = [(b, q, phase, row) for b, e in enumerate(part) for phase, q, row in events.get(e['id'], ())]
+            attn_at = (torch.tensor([w[0] for w in where]), torch.tensor([w[1] for w in where])) if where else None
+            logits, probe = prefill(model, ids, past, head=(at, None), attn_at=attn_at, attn_layers=layers)
+            ce = F.cross_entropy(logits[0].float(), target, reduction='sum') / labels
+            kl = ce.new_zeros(())
+            for b, e in enumerate(part):                          # one token-to-word map a note
+                rows_b = [j for j, w in enumerate(where) if w[0] == b]
+                if not rows_b:
+                    continue
+                if 'maps' not in e:
+                    e['maps'] = mapper(task.notes[e['id']], traces[e['id']]['completion'])
+                maps, W = e['maps']
+                wanted = rows.get_tensor(e['id']).to(model.device)
+                keep = maps[0] < len(e['ids']) + start
+                for phase in PHASES:
+                    js = [j for j in rows_b if where[j][2] == phase]
+                    if js:
+                        P = pool_words({l: w[js].float() for l, w in probe.attn.items()}, pool[phase], [m[keep] for m in maps], W)
+                        kl = kl + attention_loss(wanted[[kept_row[where[j][3]] for j in js]], P).sum() / (count[phase] * phases)
+            (ce + args.lam * kl).backward()
+            ce_sum, kl_sum = ce_sum + float(ce.detach()), kl_sum + float(kl.detach())
+            if args.precision == 'fp32-master':                   # gradients accumulate in fp32
+                for m, w in zip(params, model.parameters()):
+                    if w.grad is not None:
+                        m.grad = w.grad.float() if m.grad is None else m.grad.add_(w.grad.float())
+                        w.grad = None
+        if world() > 1:
+            for w in params:
+                torch.distributed.all_reduce(w.grad)
+        norm = float(torch.nn.utils.clip_grad_norm_(params, args.clip))
+        if not np.isfinite(norm):
+            raise Fault(f'step {step}: gradient norm is {norm}; the last resume point is kept')
+        optim.step()
+        optim.zero_grad(set_to_none=True)
+        if args.precision == 'fp32-master':
+            with torch.no_grad():
+                for m, w in zip(params, model.parameters()):
+                    w.copy_(m)
+        seen += sum(len(e['ids']) for e in batch)
+        if rank() == 0:
+            rate = seen / (time.time() - began)
+            left = (time.time() - began) / (step + 1 - step0) * (args.steps - step - 1)
+            with log.open('a') as f:
+                f.write(f'{{"step": {step}, "ce": {ce_sum:.6f}, "kl": {kl_sum:.6f}, "lr": {lr:.3e}, "norm": {norm:.4f}}}\n')
+            if step % 10 == 0 or step + 1 == args.steps:
+                print(f'step {step:5d}/{args.steps}  ce {ce_sum:7.4f}  kl {kl_sum:7.4f}  lr {lr:.2e}  norm {norm:6.2f}  {rate:7.0f} tok/s  left {left:5.0f} s', flush=True)
+            if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
+                save_state(resume, model, params, optim, step + 1)
+
+    if rank() == 0:
+        model.config._attn_implementation = 'sdpa' if getattr(model, '_supports_sdpa', True) else 'eager'
+        model.save_pretrained(out)
+        enc.tok.save_pretrained(out)
+        shutil.rmtree(out / 'resume')                             # our own resume points, made above
+        finish(out, 'distill')
+        print(f'{out}: trained {args.steps} steps in {time.time() - began:.0f} s, last ce {ce_sum:.4f}, kl {kl_sum:.4f}\nnext: python characterize.py --work {args.work} --model {out}')
+
+
+def save_state(path, model, params, optim, step):
+    """Weights, masters and optimiser state in one safetensors file, whole or not at all."""
+    t = {'step': torch.tensor(step)}
+    for i, (w, m) in enumerate(zip(model.parameters(), params)):
+        t[f'{i}.w'] = w.data
+        if m is not w:
+            t[f'{i}.m'] = m.data
+        for k, v in optim.state[m].items():
+            t[f'{i}.opt.{k}'] = v
+    write_tensors(path, {k: v.clone() for k, v in t.items()})
+
+
+def load_state(path, model, params, optim):
+    """Puts save_state's tensors back, bit for bit and in their own dtype; returns the step to go on with."""
+    with safe_open(str(path), 'pt') as f:
+        with torch.no_grad():
+            for i, (w, m) in enumerate(zip(model.parameters(), params)):
+                w.copy_(f.get_tensor(f'{i}.w'))
+                if m is not w:
+                    m.copy_(f.get_tensor(f'{i}.m'))
+        for key in f.keys():
+            i, *rest = key.split('.')
+            if rest[:1] == ['opt']:
+                value = f.get_tensor(key)
+                optim.state[params[int(i)]][rest[1]] = value if rest[1] == 'step' else value.to(params[int(i)].device)
+        return int(f.get_tensor('step'))
+
+
+if __name__ == '__main__':
+    main()

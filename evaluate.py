@@ -1,0 +1,383 @@
+"""evaluate.py - what the runs say: claims with intervals, task scores, students side by side; the report and its figures.
+
+    python evaluate.py --work W --model M        # after characterize, ablate, knockin of M and of the students
+
+Reads files only, no model: WORK/runs/*/ and WORK/students/*/manifest.json. Writes WORK/evaluation.jsonl (one or more rows a
+claim of METHOD.md; a claim that was not computed says so), WORK/report.md and WORK/figures/*.png. When a claim holds was
+fixed before any run (METHOD.md, "When a claim holds"); nothing here is tuned to a result.
+"""
+import json
+import pathlib
+
+import numpy as np
+
+from common import (PHASES, Fault, answer_codes, begin, by_note, common_args, finish, folder_hash, knockin_summary, load_heads, load_task, load_traces,
+                    mean_interval, private_dir, ratio_interval, read_events, read_jsonl, write_jsonl, write_text)
+
+CLAIMS = {1: 'each decision is a token-level event scored by its own margin', 2: 'null calibration discounts generic heads',
+          3: 'attribution points at causal heads', 4: 'the head set is small', 5: 'it is global', 6: 'it is phase-structured', 7: 'it is necessary',
+          8: 'it is sufficient', 9: 'families read the region and the near-miss', 10: 'blocking what they read removes their effect',
+          11: 'the region can be elicited early', 12: 'a disjoint mid-layer set makes it so', 13: 'the structure recurs in a second reasoner',
+          14: 'MISTILL raises contrast recovery in a cross-family student', 15: 'a small seed-stable gain where the student carries most of it',
+          16: 'no task difference at matched precision', 17: 'it beats a frozen random-head pool', 18: 'decision heads attend to evidence',
+          19: 'evidence flip: no improvement', 20: 'v1 scores'}
+COLOURS = {'coarse': '#0072B2', 'fine': '#E69F00', 'contrast': '#009E73'}      # Okabe-Ito: safe for colour-blind readers
+
+
+def jsonl(path, *fields):
+    return [r for _, r in read_jsonl(path, fields)] if path.exists() else []
+
+
+def scores(task, traces, split):
+    """Micro and macro F1 of the traces' final answers on notes of `split`, intervals over notes. A truncated trace is no
+    answer: left out and counted. Macro: over labels in gold or prediction, and over all labels (an absent label counts 0)."""
+    ids = [i for i in task.ids(split) if i in traces]
+    cut = [i for i in ids if traces[i]['truncated']]
+    ids = [i for i in ids if not traces[i]['truncated']]
+    out = {'n': len(ids), 'truncated': len(cut)}
+    if not ids:
+        return out
+    C = len(task.codes)
+    gold, pred = np.zeros((len(ids), C), bool), np.zeros((len(ids), C), bool)
+    for n, i in enumerate(ids):
+        gold[n, [task.index[c] for c in task.notes[i]['codes']]] = True
+        pred[n, [task.index[c] for c in answer_codes(traces[i]['completion'], task)]] = True
+    tp, fp, fn = gold & pred, ~gold & pred, gold & ~pred
+    per_note = lambda x: x.sum(1).astype(float)
+    out['micro'] = ratio_interval(2 * per_note(tp), 2 * per_note(tp) + per_note(fp) + per_note(fn))
+    out['precision'] = ratio_interval(per_note(tp), per_note(pred))
+    out['recall'] = ratio_interval(per_note(tp), per_note(gold))
+
+    def macro(pick):
+        t, den = tp[pick].sum(0), 2 * tp[pick].sum(0) + fp[pick].sum(0) + fn[pick].sum(0)
+        f = 2 * t[den > 0] / den[den > 0]
+        return f.mean() if len(f) else 0.0, f.sum() / C
+    every = [macro(p) for p in np.random.default_rng(0).integers(0, len(ids), (1000, len(ids)))]
+    for k, name in enumerate(('macro', 'macro_all_labels')):
+        out[name] = (float(macro(np.arange(len(ids)))[k]), *np.percentile([e[k] for e in every], [2.5, 97.5]).tolist())
+    out['counts'] = {i: (2.0 * t, 2.0 * t + a + b) for i, t, a, b in zip(ids, per_note(tp), per_note(fp), per_note(fn))}
+    return out
+
+
+def split_half(run, sets, discovery, seed, draws=200):
+    """{phase: (mean Jaccard, low, high, random sets' 95th percentile, notes)}: the top |S| heads by calibrated attribution
+    in each half of the discovery notes, over random halves (the interval is over halves)."""
+    events, t = read_events(run)
+    L, H = t['attribution'].shape[1:]
+    owner, a, null, out = t['null_event'].numpy(), t['attribution'].flatten(1).numpy(), t['null'].flatten(1).numpy(), {}
+    rng = np.random.default_rng(seed)
+    for p in PHASES:
+        k = len(sets[p])
+        use = np.array([e['phase'] == p and e['id'] in discovery and e['margin'] > 0 for e in events], bool)
+        nuse = use[owner] if len(owner) else np.zeros(0, bool)
+        if not k or not nuse.any():
+            continue
+        ids = np.array([e['id'] for e in events])
+        n1, s1, c1 = by_note(a[use], ids[use])
+        n2, s2, c2 = by_note(null[nuse], ids[owner][nuse])
+        keep = np.isin(n1, n2)
+        c = (s1 / c1[:, None])[keep] - s2 / c2[:, None]                                       # (notes, L*H)
+        top = lambda x: set(np.argsort(-x.mean(0), kind='stable')[:k])
+        jac = lambda x, y: len(x & y) / len(x | y)
+        order = [rng.permutation(len(c)) for _ in range(draws)]
+        real = [jac(top(c[o[:len(o) // 2]]), top(c[o[len(o) // 2:]])) for o in order] if len(c) > 1 else []
+        chance = [jac(set(rng.choice(L * H, k, replace=False)), set(rng.choice(L * H, k, replace=False))) for _ in range(2000)]
+        if real:
+            out[p] = (float(np.mean(real)), *np.percentile(real, [2.5, 97.5]).tolist(), float(np.percentile(chance, 95)), len(c))
+    return out
+
+
+def reasoner_claims(task, run, seed):
+    """Rows for claims 1-8 of one run folder."""
+    from scipy.stats import spearmanr
+    rows = []
+
+    def add(claim, name, x, holds, source, n=0, **more):
+        value, low, high = x if isinstance(x, tuple) else (x, None, None)
+        reason = {} if value is not None else {'reason': more.pop('reason', 'denominator near zero')}
+        rows.append({'claim': claim, 'name': name, 'model': run.name, 'value': value, 'low': low, 'high': high, 'n': int(n),
+                     'holds': None if value is None else holds, 'from': f'runs/{run.name}/{source}', **reason, **more})
+
+    discovery, test = set(task.ids('discovery')), set(task.ids('test'))
+    events, tensors = read_events(run)
+    sets, dropped, traces = load_heads(run), jsonl(run / 'dropped.jsonl'), load_traces(run / 'traces.jsonl', task)
+    L, H = tensors['attribution'].shape[1:]
+    count = {p: sum(e['phase'] == p for e in events) for p in PHASES}
+    seen = {(e['id'], e['code']) for e in events} | {(d['id'], d['code']) for d in dropped}
+    measured = [i for i in traces if i in discovery | test]
+    lost = [(i, c) for i in measured for c in traces[i]['codes'] if c in task.index and (i, c) not in seen]
+    add(1, 'events', len(events), all(count.values()) and not lost, 'events.jsonl', len(measured), phases=count, dropped=len(dropped), unaccounted=len(lost))
+
+    heads = jsonl(run / 'heads.jsonl')
+    if not any(sets.values()):
+        for c in range(2, 9):
+            add(c, CLAIMS[c], None, None, 'heads.jsonl', reason='not computed: nothing was selected')
+        return rows
+    fell = {}
+    for p in PHASES:
+        mine = [h for h in heads if h['phase'] == p and h['attribution'] is not None]
+        raw = sorted(mine, key=lambda h: -h['attribution'])[:len(sets[p])]
+        fell[p] = [f'{h["layer"]}.{h["head"]}' for h in raw if not h['selected']]
+    add(2, 'heads of the raw top that calibration removes', sum(map(len, fell.values())), any(fell.values()), 'heads.jsonl', len(discovery), heads=fell)
+
+    effect = None
+    if (run / 'ablation.safetensors').exists():
+        from safetensors.numpy import load_file
+        effect = load_file(run / 'ablation.safetensors')['effect']
+    for p in PHASES:
+        use = np.array([e['phase'] == p and e['id'] in test and e['margin'] > 0 for e in events], bool)
+        if effect is None or not use.any():
+            add(3, f'Spearman, {p}', None, None, 'ablation.safetensors', reason='not computed: ablate.py has not run, or no such event')
+            continue
+        who = [e['id'] for e, u in zip(events, use) if u]
+        _, a, n = by_note(tensors['attribution'].numpy()[use].reshape(use.sum(), -1), who)
+        _, x, _ = by_note(effect[use].reshape(use.sum(), -1), who)
+        a, x = a / n[:, None], x / n[:, None]
+        rho = lambda pick: float(spearmanr(a[pick].mean(0), x[pick].mean(0)).statistic)
+        boot = [rho(b) for b in np.random.default_rng(seed).integers(0, len(n), (500, len(n)))]
+        low, high = np.nanpercentile(boot, [2.5, 97.5]).tolist()
+        add(3, f'Spearman, {p}', (rho(np.arange(len(n))), low, high), low > 0.5, 'ablation.safetensors', len(n))
+    limit = 0.35 if L * H < 50 else 0.15
+    for p in PHASES:
+        if sets[p]:
+            add(4, f'share of heads, {p}', len(sets[p]) / (L * H), len(sets[p]) / (L * H) <= limit, 'heads.jsonl', len(discovery), limit=limit, heads=[f'{l}.{h}' for l, h in sets[p]])
+    for p, (v, low, high, chance, n) in split_half(run, sets, discovery, seed).items():
+        add(5, f'split-half Jaccard, {p}', (v, low, high), low > chance, 'events.safetensors', n, chance_95=chance)
+
+    tests = {(r['kind'], r['set'], r['phase']): r for r in jsonl(run / 'sets.jsonl')}
+    for p in PHASES:
+        own = tests.get(('necessity', p, p))
+        others = [tests[k] for k in tests if k[0] == 'necessity' and k[2] == p and k[1] != p]
+        if own and others:
+            diffs = [mean_interval([own['notes'][i] - o['notes'][i] for i in own['notes']], seed) for o in others]
+            worst = min(diffs, key=lambda d: d[1])
+            add(6, f'own set minus another phase\'s, {p}', worst, worst[1] > 0, 'sets.jsonl', own['n'], unit='logits of margin')
+    for claim, kind in ((7, 'necessity'), (8, 'keep-only')):
+        for p in PHASES:
+            r = tests.get((kind, p, p))
+            if not r:
+                continue
+            if r.get('pass') is None:
+                add(claim, f'{kind}, {p}: notes above their controls', None, None, 'sets.jsonl', reason='no control: too few heads outside the set')
+                continue
+            add(claim, f'{kind}, {p}: notes above their controls', (r['pass'], r['pass_low'], r['pass_high']), r['pass_low'] >= 0.9, 'sets.jsonl', r['n'],
+                ratio=[r['value'], r['low'], r['high']], layers_matched=r['layers_matched'])
+    knock = jsonl(run / 'knockin.jsonl')
+    for p in PHASES:
+        donor, same = ([r for r in knock if r['phase'] == p and r['set'] == s] for s in ('selected', 'same-answer'))
+        if donor:
+            s = knockin_summary(donor, same, seed)
+            quiet = s['same'][0] is not None and s['same'][0] <= 0.1
+            add(8, f'knock-in, {p}: notes above their controls', s['pass'], s['pass'][1] is not None and s['pass'][1] >= 0.9 and quiet, 'knockin.jsonl', s['n'],
+                ratio=s['recovery'], same_answer=s['same'], reason='no control: too few heads outside the set')
+    for c in (6, 7, 8):
+        if not any(r['claim'] == c for r in rows):
+            add(c, CLAIMS[c], None, None, 'sets.jsonl', reason='not computed: no set test of that kind')
+    return rows
+
+
+def student_table(task, runs):
+    """One entry a trained student that was characterized: arm, seed, precision, F1, contrast recovery, event accuracy."""
+    out = []
+    for run in runs:
+        manifest = task.work / 'students' / run.name / 'manifest.json'
+        if not manifest.exists():
+            continue
+        s = json.loads(manifest.read_text()).get('distill', {}).get('settings', {})
+        if not s.get('teacher'):
+            continue
+        events = jsonl(run / 'events.jsonl')
+        knock = [r for r in jsonl(run / 'knockin.jsonl') if r['phase'] == 'contrast']
+        donor = [r for r in knock if r['set'] == 'selected']
+        keep = [r for r in jsonl(run / 'sets.jsonl') if r['kind'] == 'keep-only' and r['set'] == r['phase'] == 'contrast']
+        arm = 'CoT' if not s['lam'] else 'MISTILL' if s['pool'] == 'top' else f'{s["pool"]} pool'
+        out.append({'name': run.name, 'arm': arm, 'seed': s['seed'], 'precision': s['precision'], 'lam': s['lam'], 'size': donor[0]['size'] if donor else None,
+                    'scores': scores(task, load_traces(run / 'traces.jsonl', task), 'test'),
+                    'right': {p: float(np.mean([e['margin'] > 0 for e in events if e['phase'] == p])) if any(e['phase'] == p for e in events) else None for p in PHASES},
+                    'recovery': knockin_summary(donor, [], 0)['recovery'] if donor else (None,) * 3, 'keep': (keep[0]['value'], keep[0]['low'], keep[0]['high']) if keep else (None,) * 3,
+                    'gain': {i: (sum(r['d_patched'] - r['d_rec'] for r in donor if r['id'] == i), sum(r['d_src'] - r['d_rec'] for r in donor if r['id'] == i)) for i in {r['id'] for r in donor}}})
+    return sorted(out, key=lambda r: (r['precision'], r['seed'], r['lam'], r['arm']))
+
+
+def paired(a, b, stat, seed, draws=2000):
+    """stat of arms a, b with a cluster bootstrap over notes, the same notes in both arms and all seeds.
+    a, b: lists (one a seed) of {note: (num, den)}; stat(num_a, den_a, num_b, den_b) on sums."""
+    notes = sorted(set().union(*a, *b))
+    m = lambda xs: np.array([[sum(x.get(i, (0, 0))[k] for x in xs) for i in notes] for k in (0, 1)], float)
+    A, B = m(a), m(b)
+    rng = np.random.default_rng(seed)
+    f = lambda p: stat(*A[:, p].sum(1), *B[:, p].sum(1))
+    value = f(np.arange(len(notes)))
+    boot = [x for x in (f(rng.integers(0, len(notes), len(notes))) for _ in range(draws)) if x is not None]
+    return (None,) * 3 if value is None or not boot else (float(value), *(float(x) for x in np.percentile(boot, [2.5, 97.5])))
+
+
+def student_claims(students, seed):
+    rows = []
+    ratio = lambda x, y: None if abs(y) < 1e-9 else x / y
+
+    def add(claim, name, precision, x, holds, reason=None, **more):
+        n = more.pop('n', 0)
+        rows.append({'claim': claim, 'name': name, 'model': f'students, {precision}', 'value': x[0], 'low': x[1], 'high': x[2], 'n': n, 'holds': holds,
+                     'from': 'runs/*/knockin.jsonl' if claim in (14, 17) else 'runs/*/traces.jsonl', **({'reason': reason} if x[0] is None else {}), **more})
+    for precision in dict.fromkeys(s['precision'] for s in students):
+        by = lambda arm: {s['seed']: s for s in students if s['arm'] == arm and s['precision'] == precision}
+        cot, mis = by('CoT'), by('MISTILL')
+        both = sorted(cot.keys() & mis.keys())
+        if not both:
+            continue
+        pair = lambda k, other=cot: ([mis[s][k] for s in both], [other[s][k] for s in both])
+        if all(mis[s]['gain'] and cot[s]['gain'] for s in both):
+            def stat(a, b, c, d):
+                x, y = ratio(a, b), ratio(c, d)
+                return None if x is None or y is None else ratio(x, y)
+            x = paired(*pair('gain'), stat, seed)
+            add(14, 'contrast knock-in recovery, MISTILL / CoT', precision, x, None if x[0] is None else x[1] > 1, 'CoT recovery near zero', n=len(set().union(*pair('gain')[0])),
+                seeds=len(both), mistill=[mis[s]['recovery'] for s in both], cot=[cot[s]['recovery'] for s in both])
+        if all('micro' in s['scores'] for s in [*mis.values(), *cot.values()]):
+            f1 = lambda a, b, c, d: None if not b or not d else a / b - c / d
+            counts = [[t['scores']['counts'] for t in side] for side in ([mis[s] for s in both], [cot[s] for s in both])]
+            x = paired(*counts, f1, seed)
+            add(16, 'micro F1, MISTILL minus CoT', precision, x, None if x[0] is None else x[1] > -0.03 and x[2] < 0.03, 'no answers', n=len(set().union(*counts[0])), seeds=len(both))
+    return rows
+
+# ------------------------------------------------------------------------------------------------ figures
+
+def figures(task, runs, students, folder):
+    """PNG figures; returns their captions {file: caption}. No note text is drawn."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    from safetensors.numpy import load_file
+    plt.rcParams.update({'font.size': 9, 'figure.dpi': 150, 'axes.spines.top': False, 'axes.spines.right': False})
+    captions = {}
+
+    def save(fig, name, caption):
+        fig.savefig(folder / f'{name}.png', bbox_inches='tight')
+        plt.close(fig)
+        captions[f'{name}.png'] = caption
+
+    for run in runs:
+        events = jsonl(run / 'events.jsonl')
+        if events and (run / 'ablation.safetensors').exists():
+            effect, sets = load_file(run / 'ablation.safetensors')['effect'], load_heads(run)
+            L, H = effect.shape[1:]
+            fig, axes = plt.subplots(1, 3, figsize=(3 * max(2.6, H * 0.28), max(2.2, 0.9 + L * 0.2)), layout='constrained')
+            maps, ns = {}, {}
+            for p in PHASES:
+                use = np.array([e['phase'] == p and e['margin'] > 0 for e in events], bool) & ~np.isnan(effect[:, 0, 0])
+                if use.any():
+                    _, x, n = by_note(effect[use], [e['id'] for e, u in zip(events, use) if u])
+                    maps[p], ns[p] = (x / n[:, None, None]).mean(0), len(n)
+            top = max((np.abs(m).max() for m in maps.values()), default=1) or 1
+            for ax, p in zip(axes, PHASES):
+                ax.set_title(f'{p} (n = {ns.get(p, 0)} notes)', fontsize=9)
+                ax.set_xlabel('query head')
+                ax.set_ylabel('layer')
+                if p in maps:
+                    im = ax.imshow(maps[p], cmap='RdBu_r', vmin=-top, vmax=top, aspect='auto', origin='lower')
+                    ax.scatter([h for _, h in sets[p]], [l for l, _ in sets[p]], s=60, facecolors='none', edgecolors='black', linewidths=1.2)
+                ax.set_xticks(range(0, H, 1 if H < 12 else 4))
+                ax.set_yticks(range(0, L, 1 if L < 12 else 5))
+            if maps:
+                fig.colorbar(im, ax=axes, label='drop in margin (logits)', shrink=0.9)
+            save(fig, f'heads-{run.name}', f'{run.name}: mean drop in margin when one head is mean-ablated at the event, all measured notes; rings: the selected set.')
+        selection = [s for s in jsonl(run / 'selection.jsonl') if s['recovery'] is not None]
+        if selection:
+            fig, ax = plt.subplots(figsize=(4.4, 3), layout='constrained')
+            for p in PHASES:
+                s = [x for x in selection if x['phase'] == p]
+                if s:
+                    k = [x['size'] for x in s]
+                    ax.plot(k, [x['recovery'] for x in s], color=COLOURS[p], marker='o', ms=3, label=f'{p} (n = {s[0]["n"]} notes)')
+                    ax.fill_between(k, [x['low'] for x in s], [x['high'] for x in s], color=COLOURS[p], alpha=0.2, linewidth=0)
+            ax.axhline(0.8, color='grey', lw=0.8, ls='--')
+            ax.set_xlabel('heads kept (top of the calibrated ranking)')
+            ax.set_ylabel('keep-only recovery (share of margin)')
+            ax.legend(frameon=False, fontsize=8)
+            save(fig, f'recovery-{run.name}', f'{run.name}: keep-only recovery against set size on discovery notes, 95 % interval over notes; dashed: the 80 % that a set must reach.')
+        tests = {(r['set'], r['phase']): r for r in jsonl(run / 'sets.jsonl') if r['kind'] == 'necessity' and r['value'] is not None}
+        if tests:
+            grid = np.array([[tests[s, p]['value'] if (s, p) in tests else np.nan for p in PHASES] for s in PHASES])
+            fig, ax = plt.subplots(figsize=(3.4, 2.8), layout='constrained')
+            im = ax.imshow(grid, cmap='Blues', vmin=0, vmax=max(1.0, np.nanmax(grid)))
+            for i in range(3):
+                for j in range(3):
+                    if not np.isnan(grid[i, j]):
+                        r = tests[PHASES[i], PHASES[j]]
+                        ax.text(j, i, f'{grid[i, j]:.2f}\n[{r["low"]:.2f}, {r["high"]:.2f}]', ha='center', va='center', fontsize=7, color='white' if grid[i, j] > 0.6 * max(1.0, np.nanmax(grid)) else 'black')
+            ax.set_xticks(range(3), PHASES)
+            ax.set_yticks(range(3), [f'{s} set' for s in PHASES])
+            ax.set_xlabel('phase measured')
+            fig.colorbar(im, ax=ax, label='necessity (share of full drop)')
+            save(fig, f'phases-{run.name}', f'{run.name}: ablating the set of one phase (rows) and measuring each phase (columns), held-out notes, 95 % intervals over notes.')
+    if students:
+        fig, axes = plt.subplots(1, 2, figsize=(7.5, 0.8 + 0.38 * len(students)), layout='constrained', sharey=True)
+        names = [f'{s["arm"]}, seed {s["seed"]}, {s["precision"]}' for s in students]
+        for ax, key, label in ((axes[0], lambda s: s['recovery'], 'contrast knock-in recovery (share)'), (axes[1], lambda s: s['scores'].get('micro', (None,) * 3), 'micro F1 of own traces')):
+            for y, s in enumerate(students):
+                v = key(s)
+                colour = '#009E73' if s['arm'] == 'MISTILL' else '#555555' if s['arm'] == 'CoT' else '#CC79A7'
+                if v[0] is not None:
+                    ax.errorbar(v[0], y, xerr=[[max(0, v[0] - v[1])], [max(0, v[2] - v[0])]], fmt='o', color=colour, capsize=3)
+                else:
+                    ax.text(0.5, y, 'not measurable', fontsize=7, ha='center', va='center', color=colour)
+            ax.set_xlabel(label)
+            ax.grid(axis='x', alpha=0.3)
+        axes[0].set_yticks(range(len(names)), names)
+        axes[0].set_ylim(len(names) - 0.5, -0.5)
+        n = [s['scores'].get('n', 0) for s in students]
+        save(fig, 'students', f'Students after training, heads rediscovered on their own traces, top {students[0]["size"]} heads in every arm; 95 % intervals over notes; F1 on n = {min(n)} to {max(n)} held-out notes (truncated traces left out).')
+    return captions
+
+
+def main():
+    p = common_args(__doc__)
+    args = p.parse_args()
+    task = load_task(args.work)
+    name = args.name or pathlib.Path(args.model.rstrip('/')).name.removesuffix('.gguf')
+    runs = sorted(r for r in (task.work / 'runs').glob('*') if (r / 'heads.jsonl').exists())
+    if not any(r.name == name for r in runs):
+        raise Fault(f'{task.work}/runs/{name} has no heads.jsonl; run characterize.py --model {args.model} first')
+    command = f'python evaluate.py --work {args.work} --model {args.model}'
+    trained = {r.name for r in runs if (task.work / 'students' / r.name / 'manifest.json').exists()
+               and json.loads((task.work / 'students' / r.name / 'manifest.json').read_text()).get('distill', {}).get('settings', {}).get('teacher')}
+    reasoners = [r for r in runs if r.name not in trained or r.name == name]
+    rows = [row for r in sorted(reasoners, key=lambda r: r.name != name) for row in reasoner_claims(task, r, args.seed)]
+    students = student_table(task, [r for r in runs if r.name in trained])
+    rows += student_claims(students, args.seed)
+    for c in CLAIMS:
+        if not any(r['claim'] == c for r in rows):
+            rows.append({'claim': c, 'name': CLAIMS[c], 'model': name, 'value': None, 'low': None, 'high': None, 'n': 0, 'holds': None, 'from': None, 'reason': 'not computed'})
+    rows = [{**r, 'command': command} for r in sorted(rows, key=lambda r: r['claim'])]
+    write_jsonl(task.work / 'evaluation.jsonl', rows)
+    captions = figures(task, [r for r in runs if r.name == name] + [r for r in runs if r.name != name and r.name not in trained], students, private_dir(task.work / 'figures'))
+
+    # ---- report.md
+    f = lambda x: '-' if x is None else f'{x:.3f}' if isinstance(x, float) else str(x)
+    span = lambda x: '-' if x is None or x[0] is None else f'{x[0]:.3f} [{x[1]:.3f}, {x[2]:.3f}]'
+    verdict = {True: 'holds', False: 'does not hold', None: '-'}
+    text = [f'# {task.work.name}: what the runs say\n', f'{len(task.codes)} candidate codes, {len(task.notes)} notes. Intervals are 95 % over notes. Made by `{command}`.\n', '## Claims\n',
+            '| # | claim | model | value | interval | n | verdict |', '|---|---|---|---|---|---|---|']
+    for r in rows:
+        text.append(f'| {r["claim"]} | {r["name"]} | {r["model"]} | {f(r["value"]) if r["value"] is not None else r.get("reason", "not computed")} | '
+                    f'{"-" if r["low"] is None else f"[{r["low"]:.3f}, {r["high"]:.3f}]"} | {r["n"]} | {verdict[r["holds"]]} |')
+    text += ['\n## Task scores of own traces, held-out notes\n', '| model | micro F1 | macro F1 (labels seen) | macro F1 (all labels) | precision | recall | n | truncated |', '|---|---|---|---|---|---|---|---|']
+    for r in runs:
+        s = scores(task, load_traces(r / 'traces.jsonl', task), 'test')
+        text.append(f'| {r.name} | {span(s.get("micro"))} | {span(s.get("macro"))} | {span(s.get("macro_all_labels"))} | {span(s.get("precision"))} | {span(s.get("recall"))} | {s["n"]} | {s["truncated"]} |')
+    if students:
+        text += ['\n## Students\n', '| student | arm | seed | precision | contrast knock-in recovery | contrast keep-only | right: coarse / fine / contrast |', '|---|---|---|---|---|---|---|']
+        text += [f'| {s["name"]} | {s["arm"]} (lambda {s["lam"]}) | {s["seed"]} | {s["precision"]} | {span(s["recovery"])} | {span(s["keep"])} | {" / ".join(f(s["right"][p]) for p in PHASES)} |' for s in students]
+    text += ['\n## Figures\n'] + [f'![{c}](figures/{n})\n\n*{c}*\n' for n, c in captions.items()]
+    write_text(task.work / 'report.md', '\n'.join(text) + '\n')
+    print(f'{"#":>2} {"claim":52} {"model":22} {"value":>8} {"interval":>18} {"n":>4}  verdict')
+    for r in rows:
+        if r['value'] is not None:
+            print(f'{r["claim"]:2} {r["name"][:52]:52} {r["model"][:22]:22} {f(r["value"]):>8} {"" if r["low"] is None else f"[{r["low"]:.3f}, {r["high"]:.3f}]":>18} {r["n"]:4}  {verdict[r["holds"]]}')
+    print('not computed: claims ' + ', '.join(str(c) for c in CLAIMS if all(r['value'] is None for r in rows if r['claim'] == c)))
+    print(f'{task.work}/report.md, {len(captions)} figures')
+
+
+if __name__ == '__main__':
+    main()
