@@ -907,11 +907,13 @@ def margin_gradient(model, past, ids, events, edit=None, index=None, how='max'):
     L, H, D = model.probe_shape
     token, pos = (torch.tensor([f(events[i]) for i in index]) for f in (lambda e: ids[e['query']], lambda e: e['query']))
     width, target, foil = scored(events)
-    delta = torch.zeros(L, len(index), H, D, requires_grad=True)
+    delta, training = torch.zeros(L, len(index), H, D, requires_grad=True), model.training
+    model.eval()                                                  # no dropout, and no checkpointing: its replay would run without the probe
     with torch.enable_grad():
         logits, _ = row_forward(model, past, token, pos, width, delta=delta, **({'edit': edit} if edit else {}))
-        margin(logits, target[index], foil[index], how).sum().backward()
-    return delta.grad.transpose(0, 1)
+        grad, = torch.autograd.grad(margin(logits, target[index], foil[index], how).sum(), delta)
+    model.train(training)
+    return grad.transpose(0, 1)
 
 
 def attribution(model, past, ids, events, z, mu, ig=0, how='max'):

@@ -5,7 +5,7 @@
 A code is a region letter and a two-digit leaf (K17). The candidate list says, line by line, `finding qualifier code`;
 all codes of a finding share its region. A note mentions (finding, qualifier) pairs among noise words; the trace takes
 them in order, and after a few linking words of varying number names the code. Where the note says `possible`, it first
-names another code of the region with that code's own qualifier (the near-miss), then `not`, then the code.
+says `not`, another code of the region with that code's own qualifier (the near-miss), `but`, then the code.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
@@ -26,7 +26,7 @@ FINDINGS = 'fever cough rash nausea fracture anemia edema asthma ulcer migraine 
 QUALIFIERS = 'acute chronic mild severe left right recurrent early late upper lower deep benign focal painful stable'.split()
 NOISE = ('patient came with family after dinner walked slowly spoke about work garden weather denied travel slept well ate little '
          'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
-LINKS = 'so this here seems to be likely now we read it as given'.split()
+LINKS = 'seems to be read as'.split()                  # a trace takes the first 0 to 4 of them
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
 PROMPT = {'prefix': 'Candidates\n{list}', 'before_note': 'Note:', 'after_note': '\nTrace:', 'answer': 'Final codes:'}
 
@@ -52,7 +52,7 @@ def draw_note(rng, table, mentions):
     for f in rng.sample(list(table), min(mentions, len(table))):
         q = rng.choice(list(table[f]))
         text += ''.join(f' {w}' for w in rng.sample(NOISE, rng.randint(1, 3)))
-        doubt = rng.random() < 0.5
+        doubt = rng.random() < 0.5 and len(table[f]) > 1
         text += ' possible' if doubt else ''
         found.append((f, q, table[f][q], doubt, len(text) + 1, len(text) + 1 + len(f'{f} {q}')))
         text += f' {f} {q}'
@@ -62,9 +62,9 @@ def draw_note(rng, table, mentions):
 def draw_trace(rng, table, found):
     text = ''
     for f, q, code, doubt, _, _ in found:
-        links = ''.join(f' {w}' for w in rng.sample(LINKS, rng.randint(0, 4)))
+        links = ''.join(f' {w}' for w in LINKS[:rng.randint(0, 4)])
         near = rng.choice([x for x in table[f] if x != q]) if doubt else None
-        text += f' {f} {q}{links} (code:' + (f' {table[f][near]} {near} not' if near else '') + f' {code})'
+        text += f' {f} {q}{links} (code:' + (f' not {table[f][near]} {near} but' if near else '') + f' {code})'
     return text + f'\n{PROMPT["answer"]}' + ''.join(f' {code}' for _, _, code, _, _, _ in found)
 
 
@@ -132,7 +132,7 @@ def main():
     private_dir(work / 'train')
     write_jsonl(work / 'train' / 'copy.jsonl', copies(random.Random(f'copy {args.seed}'), args.copies))
     write_jsonl(work / 'train' / 'episodes.jsonl', episodes(random.Random(f'episodes {args.seed}'), args.episodes))
-    words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not']
+    words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
              PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer'] + ' (code: A00)']
     ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.02)
