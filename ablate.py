@@ -6,8 +6,6 @@ Writes into WORK/runs/NAME: ablation.safetensors (effect of each head at each ev
 clean pass) and sets.jsonl (one record a set test). Every effect is run, not estimated: one row a counterfactual. The mean
 that replaces a head leaves the event's own note out. Sets come from discovery notes; set tests are on --split notes.
 """
-import json
-
 import numpy as np
 import torch
 
@@ -121,7 +119,7 @@ def main():
             drop = mean_interval(mine_gain / count, args.seed)
             record = {'kind': kind, 'set': s, 'phase': ph, 'split': args.split, 'size': len(sets[s]), 'value': value, 'low': low, 'high': high, 'n': len(den),
                       'drop': drop[0], 'drop_low': drop[1], 'drop_high': drop[2], 'flips': float((m[:, n] <= 0).mean()), 'denominator': float(den.sum()),
-                      'layers_matched': matched.get(s), 'controls': [ratio_interval(r, den, draws=1)[0] for r in rand.T],
+                      'layers_matched': matched.get(s), 'controls': [] if value is None else (rand.sum(0) / den.sum()).tolist(),
                       'notes': {str(i): float(x) for i, x in zip(note_ids, mine_gain / count)}}
             if control:
                 beat = (mine_gain > np.percentile(rand, 95, axis=1))
@@ -133,7 +131,7 @@ def main():
     print(f'{E} events x {L * H} heads; largest drift of a null row from the clean pass: {np.nanmax(drift.numpy()) if E else 0:.1e}')
     print(f'{"test":10} {"set":9} {"phase":9} {"size":>4}  {"value":>24}  {"drop":>6} {"flips":>6}  controls 95 %  notes above')
     for r in records:
-        c = [x for x in r['controls'] if x is not None]
+        c = r['controls']
         value = f'{r["value"]:.3f} [{r["low"]:.3f}, {r["high"]:.3f}]' if r['value'] is not None else 'denominator near zero'
         print(f'{r["kind"]:10} {r["set"]:9} {r["phase"]:9} {r["size"]:4}  {value:>24}  {r["drop"] if r["drop"] is not None else float("nan"):6.2f} {r["flips"]:6.2f}  '
               f'{np.percentile(c, 95) if c else float("nan"):13.3f}  {r.get("pass", float("nan")):.2f}')

@@ -227,13 +227,15 @@ def main():
         who = [r[0] for r in rows]
         kept, null = np.stack([r[1] for r in rows]), np.array([r[2] for r in rows])
         den = by_note(null - kept[:, 0], who)[1]
-        size = 0
+        size, known = 0, False
         for k in range(1, kept.shape[1]):
             value, low, high = ratio_interval(by_note(kept[:, k] - kept[:, 0], who)[1], den, args.seed)
             selection.append({'phase': ph, 'size': k, 'recovery': value, 'low': low, 'high': high, 'n': len(den)})
+            known |= value is not None
             if value is not None and value >= RECOVERY and not size:
                 size = k
-        chosen[ph] = [int(h) for h in order[ph][:size or len(order[ph])]]
+        # not reached: every head that calibration leaves; all heads together without a measurable effect: none
+        chosen[ph] = [int(h) for h in order[ph][:size or len(order[ph])]] if known else []
     heads = []
     for ph in PHASES:
         raw, null, c, q = score.get(ph, (np.full(L * H, np.nan),) * 4)

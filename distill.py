@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from tqdm import tqdm
 
-from common import (PHASES, Encoder, EventFinder, Fault, Probe, attribution, barrier, begin, common_args, finish, folder_hash, load_heads, load_model,
-                    load_task, load_tokenizer, load_traces, prefill, prefix_kv, private_dir, rank, read_jsonl, sha, spans, whole, world, write_tensors)
+from common import (PHASES, Encoder, EventFinder, Fault, attribution, barrier, begin, common_args, finish, folder_hash, load_heads, load_model,
+                    load_task, load_tokenizer, load_traces, prefill, prefix_kv, private_dir, rank, read_jsonl, sha, spans, world, write_tensors)
 
 # ------------------------------------------------------------------------------------------------ words
 

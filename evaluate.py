@@ -11,7 +11,7 @@ import pathlib
 
 import numpy as np
 
-from common import (PHASES, Fault, answer_codes, begin, by_note, common_args, finish, folder_hash, knockin_summary, load_heads, load_task, load_traces,
+from common import (PHASES, Fault, answer_codes, by_note, common_args, knockin_summary, load_heads, load_task, load_traces,
                     mean_interval, private_dir, ratio_interval, read_events, read_jsonl, write_jsonl, write_text)
 
 CLAIMS = {1: 'each decision is a token-level event scored by its own margin', 2: 'null calibration discounts generic heads',
@@ -356,12 +356,13 @@ def main():
     # ---- report.md
     f = lambda x: '-' if x is None else f'{x:.3f}' if isinstance(x, float) else str(x)
     span = lambda x: '-' if x is None or x[0] is None else f'{x[0]:.3f} [{x[1]:.3f}, {x[2]:.3f}]'
+    between = lambda r: '' if r['low'] is None else f'[{r["low"]:.3f}, {r["high"]:.3f}]'
     verdict = {True: 'holds', False: 'does not hold', None: '-'}
     text = [f'# {task.work.name}: what the runs say\n', f'{len(task.codes)} candidate codes, {len(task.notes)} notes. Intervals are 95 % over notes. Made by `{command}`.\n', '## Claims\n',
             '| # | claim | model | value | interval | n | verdict |', '|---|---|---|---|---|---|---|']
     for r in rows:
         text.append(f'| {r["claim"]} | {r["name"]} | {r["model"]} | {f(r["value"]) if r["value"] is not None else r.get("reason", "not computed")} | '
-                    f'{"-" if r["low"] is None else f"[{r["low"]:.3f}, {r["high"]:.3f}]"} | {r["n"]} | {verdict[r["holds"]]} |')
+                    f'{between(r) or "-"} | {r["n"]} | {verdict[r["holds"]]} |')
     text += ['\n## Task scores of own traces, held-out notes\n', '| model | micro F1 | macro F1 (labels seen) | macro F1 (all labels) | precision | recall | n | truncated |', '|---|---|---|---|---|---|---|---|']
     for r in runs:
         s = scores(task, load_traces(r / 'traces.jsonl', task), 'test')
@@ -374,7 +375,7 @@ def main():
     print(f'{"#":>2} {"claim":52} {"model":22} {"value":>8} {"interval":>18} {"n":>4}  verdict')
     for r in rows:
         if r['value'] is not None:
-            print(f'{r["claim"]:2} {r["name"][:52]:52} {r["model"][:22]:22} {f(r["value"]):>8} {"" if r["low"] is None else f"[{r["low"]:.3f}, {r["high"]:.3f}]":>18} {r["n"]:4}  {verdict[r["holds"]]}')
+            print(f'{r["claim"]:2} {r["name"][:52]:52} {r["model"][:22]:22} {f(r["value"]):>8} {between(r):>18} {r["n"]:4}  {verdict[r["holds"]]}')
     print('not computed: claims ' + ', '.join(str(c) for c in CLAIMS if all(r['value'] is None for r in rows if r['claim'] == c)))
     print(f'{task.work}/report.md, {len(captions)} figures')
 

@@ -63,7 +63,7 @@ def main():
         ids = enc.prefix + enc.note(task.notes[i]) + enc.completion(traces[i]['completion'])[0]
         with torch.no_grad():
             probe = prefill(model, ids[P:], prefix, keep_kv=True, head=(torch.tensor([0]), torch.tensor([0])))[1]
-        masks, source, event, pair, what = [], [], [], [], []
+        masks, source, event, pair = [], [], [], []
         for j, (e, donors, same) in enumerate(mine[i]):
             for s, kind in [*((d, 'donor') for d in donors), *((d, 'same') for d in same)]:
                 m = np.concatenate([own[e['phase']], controls[e['phase']]]) if kind == 'donor' else own[e['phase']]

@@ -5,7 +5,7 @@
 BC5CDR is the folder with the PubTator files train_corpus.txt and dev_corpus.txt and with entities.txt (MeSH id, tab, name).
 Labels are the most frequent diseases by number of abstracts; regions are k-means clusters of the TF-IDF of the
 abstracts that mention them (scikit-learn), and a label's code is cluster.item (C.4). train_corpus.txt gives the train
-split, dev_corpus.txt discovery, test and dev. runs/gold/traces.jsonl is written from the gold mentions: the quoted words, for every
+split, dev_corpus.txt discovery, test and dev. gold.jsonl is written from the gold mentions: the quoted words, for every
 second code a near-miss of its region, the code, then the final codes. It is there to make a reasoner out of a language model.
 """
 import argparse
@@ -100,7 +100,7 @@ def main():
             words = {c: next(text[e['start']:e['end']] for e in evidence if e['code'] == c) for c in codes}
             if where == 'train':
                 traces.append({'id': i, 'completion': gold_trace(rng, list(words.items()), name, siblings), 'codes': codes, 'truncated': False})
-    write_jsonl(private_dir(private_dir(work / 'runs') / 'gold') / 'traces.jsonl', traces)
+    write_jsonl(work / 'gold.jsonl', traces)
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': t, 'region': c[0]} for c, t in sorted(name.items(), key=lambda x: (x[0][0], int(x[0][2:])))])
     prompt = PROMPT | {'prefix': INTRO + ''.join(f'{c} {t}\n' for c, t in sorted(name.items(), key=lambda x: (x[0][0], int(x[0][2:]))))}
@@ -108,7 +108,7 @@ def main():
     splits = collections.Counter(n['split'] for n in notes)
     print(f'{work}: {len(name)} codes in {len(size)} regions of {min(size.values())} to {max(size.values())}, notes {dict(splits)}, '
           f'{sum(len(n["codes"]) for n in notes) / len(notes):.1f} codes a note')
-    print(f'next: python distill.py --work {work} --student MODEL --traces {work}/runs/gold/traces.jsonl --prefix frozen --name reasoner')
+    print(f'next: python distill.py --work {work} --student MODEL --traces {work}/gold.jsonl --prefix frozen --name reasoner')
 
 
 if __name__ == '__main__':

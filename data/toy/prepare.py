@@ -11,7 +11,7 @@ Which letter stands for which finding, and which digits for which qualifier, is 
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
 drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
 
-Writes labels.jsonl, notes.jsonl, prompt.json, train/copy.jsonl and train/episodes.jsonl (for distill.py --data), and the
+Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/copy.jsonl and train/episodes.jsonl (for distill.py --data), and the
 folders init/teacher and init/student: config.json and tokenizer of two families, no weights.
 """
 import argparse
@@ -122,13 +122,14 @@ def main():
     rng = random.Random(f'task {args.seed}')
     table = draw_list(rng, args.regions, args.leaves)
     prefix = list_text(rng, table)
-    notes = []
+    notes, gold = [], []
     for split, n in (s.split('=') for s in args.notes.split(',')):
         assert split in SPLITS, split
         for i in range(int(n)):
             text, found = draw_note(rng, table, rng.randint(2, 5))
             notes.append({'id': f'{split}-{i:04d}', 'text': text, 'codes': [m[2] for m in found], 'split': split,
                           'evidence': [{'code': m[2], 'start': m[4], 'end': m[5]} for m in found]})
+            gold.append({'id': notes[-1]['id'], 'completion': draw_trace(rng, table, found), 'codes': notes[-1]['codes'], 'truncated': False})
     private_dir(work / 'train')
     write_jsonl(work / 'train' / 'copy.jsonl', copies(random.Random(f'copy {args.seed}'), args.copies))
     write_jsonl(work / 'train' / 'episodes.jsonl', episodes(random.Random(f'episodes {args.seed}'), args.episodes))
@@ -142,6 +143,7 @@ def main():
                 tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'teacher')
     Qwen2Config(vocab_size=two, hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
                 tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'student')
+    write_jsonl(work / 'gold.jsonl', gold)
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{f} {q}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
     write_text(work / 'prompt.json', __import__('json').dumps(PROMPT | {'prefix': prefix}, indent=1))
