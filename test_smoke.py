@@ -1,7 +1,9 @@
 """End to end on a tiny toy: every stage runs, hands its files to the next, resumes, and keeps to the file contract."""
+import contextlib
+import io
 import json
-import os
 import pathlib
+import runpy
 import shutil
 import stat
 import subprocess
@@ -15,10 +17,20 @@ HERE = pathlib.Path(__file__).parent
 CONTRACT = HERE.parent / 'shared' / 'check_contract.py'
 
 
-def run(*args, ok=True):
-    out = subprocess.run([sys.executable, *map(str, args)], cwd=HERE, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
-    assert (out.returncode == 0) == ok, out.stdout + out.stderr
-    return out.stdout + out.stderr
+def run(script, *args, ok=True):
+    """Runs a script as `python script args` would, in this process (importing torch anew costs seconds)."""
+    out, argv, code = io.StringIO(), sys.argv, 0
+    sys.argv = [str(script), *map(str, args)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            runpy.run_path(str(HERE / script), run_name='__main__')
+    except SystemExit as e:
+        code = e.code
+        out.write(str(code or ''))
+    finally:
+        sys.argv = argv
+    assert (not code) == ok, out.getvalue()
+    return out.getvalue()
 
 
 @pytest.fixture(scope='module')
@@ -121,7 +133,8 @@ def test_two_ranks_give_what_one_gives(toy, tmp_path):
     manifest = json.loads((run_ / 'manifest.json').read_text())
     manifest['knockin']['done'] = False
     (run_ / 'manifest.json').write_text(json.dumps(manifest))
-    run('-m', 'torch.distributed.run', '--nproc-per-node', 2, '--master-port', 29611, 'knockin.py', '--work', other, '--model', toy / 'students/teacher', '--size', 3, '--controls', 20)
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--master-port', '29611', 'knockin.py', '--work', str(other),
+                    '--model', str(toy / 'students/teacher'), '--size', '3', '--controls', '20'], cwd=HERE, check=True, capture_output=True)
     assert (run_ / 'knockin.jsonl').read_bytes() == want
 
 
