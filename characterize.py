@@ -12,9 +12,10 @@ import json
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from common import (PHASES, Encoder, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
-                    folder_hash, generate, load_model, load_task, load_tokenizer, load_traces, loo_means, margin, measure, mentions, prefill, prefix_kv, rank,
+from common import (PHASES, Encoder, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
+                    folder_hash, load_model, load_task, load_tokenizer, load_traces, loo_means, margin, measure, mentions, prefill, prefix_kv, rank,
                     ratio_interval, run_dir, scored, write_jsonl, write_tensors, world)
 
 J = 4                    # null positions of an event [S]
@@ -22,6 +23,44 @@ PERMUTATIONS = 2000      # of event/null labels within notes; METHOD asks for at
 FLOOR = 0.01             # effect floor: a head's calibrated score as a share of the phase's mean clean margin [A]
 RECOVERY = 0.8           # keep-only recovery that the smallest set must reach [S]
 LARGEST = 64             # longest prefix of the ranking that is tried; longer sets are not "small" [A]
+
+
+@torch.no_grad()
+def generate(model, enc, prefix, notes, max_new, batch=32):
+    """Greedy completions of notes (list of records) behind the shared prefix: yields (ids, truncated) in order. A decode
+    step is a forward of rows: each sees the shared prefix and its own memory, which is never expanded over the batch."""
+    P, device = len(enc.prefix), model.device
+    for at in tqdm(range(0, len(notes), batch), desc='traces', unit='batch', disable=None, leave=False):
+        prompts = [enc.note(n) for n in notes[at:at + batch]]
+        B, S = len(prompts), max(map(len, prompts)) + max_new
+        own_pos = torch.full((B, S), -1, device=device)
+        memory, token = {}, torch.zeros(B, dtype=torch.long)
+        for b, p in enumerate(prompts):
+            logits, probe = prefill(model, p, prefix, keep_kv=True, head=(torch.tensor([len(p) - 1]), None))
+            token[b] = logits[0, 0].argmax()
+            for l, (k, v) in probe.kv.items():
+                if l not in memory:
+                    memory[l] = [x.new_zeros(B, x.shape[1], S, x.shape[3]) for x in (k, v)]
+                for buffer, x in zip(memory[l], (k, v)):
+                    buffer[b, :, :len(p)] = x[0]
+            own_pos[b, :len(p)] = P + torch.arange(len(p), device=device)
+        out, live = [[] for _ in prompts], list(range(B))
+        for step in range(max_new):
+            for i, b in enumerate(live):
+                out[b].append(int(token[i]))
+            keep = [i for i, b in enumerate(live) if out[b][-1] not in enc.eos]
+            if len(keep) < len(live):                             # finished sequences leave the batch
+                live, token, own_pos = [live[i] for i in keep], token[keep], own_pos[keep]
+                memory = {l: [x[keep] for x in kv] for l, kv in memory.items()}
+            if not live or step + 1 == max_new:
+                break
+            slot = torch.tensor([len(prompts[b]) + step for b in live], device=device)
+            own_pos[torch.arange(len(live)), slot] = P + slot
+            with Probe(model, past=prefix, rows=P + slot, memory=(memory, own_pos)):
+                token = model(input_ids=token[None].to(device), position_ids=(P + slot)[None], use_cache=False).logits[0].argmax(-1).cpu()
+        for ids in out:
+            done = bool(ids) and ids[-1] in enc.eos
+            yield ids[:-1] if done else ids, not done
 
 
 def make_traces(args, task, model, enc, run, ids):

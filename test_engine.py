@@ -7,7 +7,8 @@ import torch
 import transformers as tf
 
 import common
-from common import Fault, Probe, attach, attribution, generate, margin, measure, prefill
+from characterize import generate
+from common import Fault, Probe, attach, attribution, margin, measure, prefill
 
 BASE = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
             max_position_embeddings=512, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2)

@@ -37,7 +37,7 @@ def run(script, *args, ok=True):
 def toy(tmp_path_factory):
     """A work directory with a teacher trained for a moment, its students, and every stage run on them."""
     w = tmp_path_factory.mktemp('w') / 'toy'
-    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--copies', 64, '--episodes', 320)
+    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--episodes', 320)
     run('distill.py', '--work', w, '--student', w / 'init/teacher', '--scratch', '--data', w / 'train/episodes.jsonl', '--name', 'teacher', '--precision', 'fp32', '--steps', 20, '--batch', 16)
     run('characterize.py', '--work', w, '--model', w / 'students/teacher', '--traces', w / 'gold.jsonl')
     run('ablate.py', '--work', w, '--model', w / 'students/teacher', '--size', 3, '--controls', 20)
@@ -171,7 +171,7 @@ def test_distil_both_arms_and_evaluate(toy):
 def test_a_model_with_nothing_to_find(tmp_path):
     """Random weights, six notes: a valid input. Its own traces are cut at the limit, so there are no events at all."""
     w = tmp_path / 'toy'
-    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'discovery=3,test=3', '--copies', 1, '--episodes', 1)
+    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'discovery=3,test=3', '--episodes', 1)
     from transformers import AutoConfig, AutoModelForCausalLM
     import torch
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ second code a near-miss of its region, the code, then the final codes. It is the
 """
 import argparse
 import collections
+import json
 import pathlib
 import random
 import re
@@ -104,7 +105,7 @@ def main():
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': t, 'region': c[0]} for c, t in sorted(name.items(), key=lambda x: (x[0][0], int(x[0][2:])))])
     prompt = PROMPT | {'prefix': INTRO + ''.join(f'{c} {t}\n' for c, t in sorted(name.items(), key=lambda x: (x[0][0], int(x[0][2:]))))}
-    write_text(work / 'prompt.json', __import__('json').dumps(prompt, indent=1))
+    write_text(work / 'prompt.json', json.dumps(prompt, indent=1))
     splits = collections.Counter(n['split'] for n in notes)
     print(f'{work}: {len(name)} codes in {len(size)} regions of {min(size.values())} to {max(size.values())}, notes {dict(splits)}, '
           f'{sum(len(n["codes"]) for n in notes) / len(notes):.1f} codes a note')

@@ -11,10 +11,11 @@ Which letter stands for which finding, and which digits for which qualifier, is 
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
 drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
 
-Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/copy.jsonl and train/episodes.jsonl (for distill.py --data), and the
+Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/episodes.jsonl (for distill.py --data, from easy to hard), and the
 folders init/teacher and init/student: config.json and tokenizer of two families, no weights.
 """
 import argparse
+import json
 import pathlib
 import random
 import sys
@@ -69,26 +70,15 @@ def draw_trace(rng, table, found):
 
 
 def episodes(rng, n):
-    """n episodes, from short lists to the size of the task's."""
+    """n episodes, each with its own list: from up to 3 regions x 2 leaves to the size of the task's. Sizes are mixed at
+    every stage, so that a batch is never of one difficulty."""
     for i in range(n):
         share = i / n
-        hi = 3 if share < 0.2 else 5 if share < 0.4 else 8 if share < 0.6 else 12
-        regions, leaves = rng.randint(2, hi), rng.randint(2, min(hi, 8))
-        if share > 0.6 and rng.random() < 0.25:
-            regions, leaves = 12, 8
+        regions = rng.randint(2, int(3 + 9 * max(0, share - 0.25) / 0.75))
+        leaves = rng.randint(1, int(2 + 6 * max(0, share - 0.35) / 0.65))
         table = draw_list(rng, regions, leaves)
-        note, found = draw_note(rng, table, rng.randint(2, 5))
+        note, found = draw_note(rng, table, rng.randint(1, 2 if share < 0.3 else 3 if share < 0.7 else 5))
         yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': draw_trace(rng, table, found)}
-
-
-def copies(rng, n):
-    """n random word sequences, each said twice: what teaches a small transformer to copy."""
-    every = FINDINGS + QUALIFIERS + NOISE + LINKS
-    for i in range(n):
-        words = rng.sample(every, rng.randint(3, 6 + 34 * i // n))
-        if i > n // 2:                                            # codes repeat their digits: harder, so later
-            words = [f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' if rng.random() < 0.2 else w for w in words]
-        yield {'prompt': ' ' + ' '.join(words) + '\n', 'completion': ' ' + ' '.join(words)}
 
 
 def tokenizer(folder, pattern, texts):
@@ -112,8 +102,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--copies', type=int, default=12800, help='records of train/copy.jsonl')
-    p.add_argument('--episodes', type=int, default=22400, help='records of train/episodes.jsonl')
+    p.add_argument('--episodes', type=int, default=32000, help='records of train/episodes.jsonl')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -131,12 +120,11 @@ def main():
                           'evidence': [{'code': m[2], 'start': m[4], 'end': m[5]} for m in found]})
             gold.append({'id': notes[-1]['id'], 'completion': draw_trace(rng, table, found), 'codes': notes[-1]['codes'], 'truncated': False})
     private_dir(work / 'train')
-    write_jsonl(work / 'train' / 'copy.jsonl', copies(random.Random(f'copy {args.seed}'), args.copies))
     write_jsonl(work / 'train' / 'episodes.jsonl', episodes(random.Random(f'episodes {args.seed}'), args.episodes))
     words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
              PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer'] + ' (code: A00)']
-    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.02)
+    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.04)
     one = tokenizer(work / 'init' / 'teacher', r' ?[A-Z](?=\d)| ?[A-Za-z]+| \(|\d|\s|[^\w\s]', texts)
     two = tokenizer(work / 'init' / 'student', r' ?[A-Z](?=\d)| ?[A-Za-z]{1,5}| \(|\d\d|\s|[^\w\s]', texts)
     LlamaConfig(vocab_size=one, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
@@ -146,9 +134,9 @@ def main():
     write_jsonl(work / 'gold.jsonl', gold)
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{f} {q}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
-    write_text(work / 'prompt.json', __import__('json').dumps(PROMPT | {'prefix': prefix}, indent=1))
-    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), {args.copies} copy records, '
-          f'{args.episodes} episodes\nnext: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/copy.jsonl --name teacher-copy')
+    write_text(work / 'prompt.json', json.dumps(PROMPT | {'prefix': prefix}, indent=1))
+    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), {args.episodes} '
+          f'episodes\nnext: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/episodes.jsonl --name teacher')
 
 
 if __name__ == '__main__':
