@@ -225,6 +225,7 @@ def main():
     p.add_argument('--student', required=True, help='model to train: folder, hub id or .gguf')
     p.add_argument('--name', required=True, help='folder under WORK/students')
     p.add_argument('--scratch', action='store_true', help="random weights from the student folder's config.json")
+    p.add_argument('--embedding-std', type=float, default=0.1, help="of the token embeddings with --scratch (0: the config's own); at 0.02 the first layer drowns the token, and copying comes late")
     p.add_argument('--data', help='JSONL of {"prompt", "completion"}, in file order, in place of traces')
     p.add_argument('--traces', help='traces.jsonl to train on; default: the teacher\'s')
     p.add_argument('--split', default='train', help='notes whose traces are trained on')
@@ -261,6 +262,8 @@ def main():
 
     # ---- student, examples, teacher rows
     model = load_model(args.student, 'float32', args.device, args.device_map, args.seed if args.scratch else None)
+    if args.scratch and args.embedding_std:
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=args.embedding_std, generator=torch.Generator(model.device).manual_seed(args.seed))
     eos = getattr(model.generation_config, 'eos_token_id', None)
     enc = Encoder(load_tokenizer(args.student), task, args.chat, tuple([eos] if isinstance(eos, int) else eos or ()))
     examples, traces, start = load_examples(args, task, enc)

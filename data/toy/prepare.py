@@ -4,14 +4,14 @@
 
 A code is a region letter and a two-digit leaf (K17). The candidate list says, line by line, `finding qualifier code`;
 all codes of a finding share its region. A note mentions (finding, qualifier) pairs among noise words; the trace takes
-them in order, and after a few linking words of varying number names the code. Where the note says `possible`, it first
+them in order, one a line, and after a few linking words of varying number names the code. Where the note says `possible`, it first
 says `not`, another code of the region with that code's own qualifier (the near-miss), `but`, then the code.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
 drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
 
-Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/episodes.jsonl (for distill.py --data, from easy to hard), and the
+Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/copy.jsonl and train/episodes.jsonl (for distill.py --data; episodes go from easy to hard), and the
 folders init/teacher and init/student: config.json and tokenizer of two families, no weights.
 """
 import argparse
@@ -27,7 +27,7 @@ FINDINGS = 'fever cough rash nausea fracture anemia edema asthma ulcer migraine 
 QUALIFIERS = 'acute chronic mild severe left right recurrent early late upper lower deep benign focal painful stable'.split()
 NOISE = ('patient came with family after dinner walked slowly spoke about work garden weather denied travel slept well ate little '
          'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
-LINKS = 'seems to be read as'.split()                  # a trace takes the first 0 to 4 of them
+LINKS = 'seems to be read as'.split()                  # a trace takes the last 0 to 5 of them
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
 PROMPT = {'prefix': 'Candidates\n{list}', 'before_note': 'Note:', 'after_note': '\nTrace:', 'answer': 'Final codes:'}
 
@@ -60,25 +60,34 @@ def draw_note(rng, table, mentions):
     return text + f' {rng.choice(NOISE)}', found
 
 
-def draw_trace(rng, table, found):
+def draw_trace(rng, table, found, links=len(LINKS)):
     text = ''
     for f, q, code, doubt, _, _ in found:
-        links = ''.join(f' {w}' for w in LINKS[:rng.randint(0, 4)])
         near = rng.choice([x for x in table[f] if x != q]) if doubt else None
-        text += f' {f} {q}{links} (code:' + (f' not {table[f][near]} {near} but' if near else '') + f' {code})'
-    return text + f'\n{PROMPT["answer"]}' + ''.join(f' {code}' for _, _, code, _, _, _ in found)
+        text += f' {f} {q}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
+        text += (f' not {table[f][near]} {near} but' if near else '') + f' {code}\n'
+    return text + PROMPT['answer'] + ''.join(f' {code}' for _, _, code, _, _, _ in found)
 
 
 def episodes(rng, n):
-    """n episodes, each with its own list: from up to 3 regions x 2 leaves to the size of the task's. Sizes are mixed at
+    """n episodes, each with its own list: from up to 3 regions x 2 leaves to the task's size, and from no linking word to all. Sizes are mixed at
     every stage, so that a batch is never of one difficulty."""
     for i in range(n):
         share = i / n
         regions = rng.randint(2, int(3 + 9 * max(0, share - 0.25) / 0.75))
-        leaves = rng.randint(1, int(2 + 6 * max(0, share - 0.35) / 0.65))
+        leaves = rng.randint(1, int(2 + 6 * max(0, share - 0.25) / 0.75))
         table = draw_list(rng, regions, leaves)
         note, found = draw_note(rng, table, rng.randint(1, 2 if share < 0.3 else 3 if share < 0.7 else 5))
-        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': draw_trace(rng, table, found)}
+        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': draw_trace(rng, table, found, rng.randint(0, min(len(LINKS), int(8 * share))))}
+
+
+def copies(rng, n):
+    """n random word sequences, each said again and again: what teaches a small transformer to copy by content. Periods are
+    mixed in every batch, so that no fixed distance does it."""
+    every = FINDINGS + QUALIFIERS + NOISE + LINKS
+    for _ in range(n):
+        words = [rng.choice(every) if rng.random() < 0.92 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
+        yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(48 - len(words)))}
 
 
 def tokenizer(folder, pattern, texts):
@@ -102,6 +111,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
+    p.add_argument('--copies', type=int, default=14400, help='records of train/copy.jsonl')
     p.add_argument('--episodes', type=int, default=32000, help='records of train/episodes.jsonl')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
@@ -120,13 +130,14 @@ def main():
                           'evidence': [{'code': m[2], 'start': m[4], 'end': m[5]} for m in found]})
             gold.append({'id': notes[-1]['id'], 'completion': draw_trace(rng, table, found), 'codes': notes[-1]['codes'], 'truncated': False})
     private_dir(work / 'train')
+    write_jsonl(work / 'train' / 'copy.jsonl', copies(random.Random(f'copy {args.seed}'), args.copies))
     write_jsonl(work / 'train' / 'episodes.jsonl', episodes(random.Random(f'episodes {args.seed}'), args.episodes))
     words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
-             PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer'] + ' (code: A00)']
-    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.04)
-    one = tokenizer(work / 'init' / 'teacher', r' ?[A-Z](?=\d)| ?[A-Za-z]+| \(|\d|\s|[^\w\s]', texts)
-    two = tokenizer(work / 'init' / 'student', r' ?[A-Z](?=\d)| ?[A-Za-z]{1,5}| \(|\d\d|\s|[^\w\s]', texts)
+             PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer']]
+    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.02)
+    one = tokenizer(work / 'init' / 'teacher', r' ?[A-Z](?=\d)| ?[A-Za-z]+|\d|\s|[^\w\s]', texts)
+    two = tokenizer(work / 'init' / 'student', r' ?[A-Z](?=\d)| ?[A-Za-z]{1,5}|\d\d|\s|[^\w\s]', texts)
     LlamaConfig(vocab_size=one, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
                 tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'teacher')
     Qwen2Config(vocab_size=two, hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
@@ -135,8 +146,8 @@ def main():
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{f} {q}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
     write_text(work / 'prompt.json', json.dumps(PROMPT | {'prefix': prefix}, indent=1))
-    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), {args.episodes} '
-          f'episodes\nnext: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/episodes.jsonl --name teacher')
+    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), {args.copies} copy records, '
+          f'{args.episodes} episodes\nnext: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/copy.jsonl --name copy')
 
 
 if __name__ == '__main__':
