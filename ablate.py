@@ -103,11 +103,12 @@ def main():
     records = []
     for ph in phases:
         names = plans[ph][1]
-        rows = [(i, float(parts[i]['clean'][j]), parts[i][f'sets.{j}'].numpy()) for i, ev in mine.items() if i in test
+        rows = [(i, float(parts[i]['clean'][j]), parts[i][f'sets.{j}'].numpy(), float(drift[e['event']])) for i, ev in mine.items() if i in test
                 for j, e in enumerate(ev) if e['phase'] == ph and e['margin'] > 0]
         if not rows:
             continue
         who, m_clean, m = [r[0] for r in rows], np.array([r[1] for r in rows]), np.stack([r[2] for r in rows])
+        noise = float(np.mean([r[3] for r in rows]))              # an effect below the null rows' drift is not an effect
         note_ids, den, count = by_note(m_clean - m[:, 0], who)
         for n, (kind, s, number) in enumerate(names):
             if number >= 0 or kind == 'all':
@@ -118,7 +119,7 @@ def main():
             value, low, high = ratio_interval(mine_gain, den, args.seed)
             drop = mean_interval(mine_gain / count, args.seed)
             record = {'kind': kind, 'set': s, 'phase': ph, 'split': args.split, 'size': len(sets[s]), 'value': value, 'low': low, 'high': high, 'n': len(den),
-                      'drop': drop[0], 'drop_low': drop[1], 'drop_high': drop[2], 'flips': float((m[:, n] <= 0).mean()), 'denominator': float(den.sum()),
+                      'drop': drop[0], 'drop_low': drop[1], 'drop_high': drop[2], 'flips': float((m[:, n] <= 0).mean()), 'denominator': float(den.sum()), 'drift': noise, 'measurable': abs(drop[0]) > noise,
                       'layers_matched': matched.get(s), 'controls': [] if value is None else (rand.sum(0) / den.sum()).tolist(),
                       'notes': {str(i): float(x) for i, x in zip(note_ids, mine_gain / count)}}
             if control:
@@ -134,7 +135,7 @@ def main():
         c = r['controls']
         value = f'{r["value"]:.3f} [{r["low"]:.3f}, {r["high"]:.3f}]' if r['value'] is not None else 'denominator near zero'
         print(f'{r["kind"]:10} {r["set"]:9} {r["phase"]:9} {r["size"]:4}  {value:>24}  {r["drop"] if r["drop"] is not None else float("nan"):6.2f} {r["flips"]:6.2f}  '
-              f'{np.percentile(c, 95) if c else float("nan"):13.3f}  {r.get("pass", float("nan")):.2f}')
+              f'{np.percentile(c, 95) if c else float("nan"):13.3f}  {r.get("pass", float("nan")):.2f}' + ('' if r['measurable'] else '  not measurable: below the drift'))
     if not records:
         print('nothing was selected, so no set was tested')
     print(f'next: python knockin.py --work {args.work} --model {args.model}')

@@ -157,6 +157,9 @@ def reasoner_claims(task, run, seed):
             r = tests.get((kind, p, p))
             if not r:
                 continue
+            if not r['measurable']:
+                add(claim, f'{kind}, {p}: notes above their controls', None, None, 'sets.jsonl', reason=f'not measurable: the drop is below the drift of the null rows ({r["drift"]:.1e})')
+                continue
             if r.get('pass') is None:
                 add(claim, f'{kind}, {p}: notes above their controls', None, None, 'sets.jsonl', reason='no control: too few heads outside the set')
                 continue

@@ -218,7 +218,7 @@ def test_blocked_keys_get_no_attention_in_the_heads_named():
     model, ids = build('llama')
     attach(model)
     past, _, z = read(model, ids)
-    R, (L, H, D) = 2, model.probe_shape
+    R, (L, H, _) = 2, model.probe_shape
     heads, keys = torch.zeros(R, L, H, dtype=torch.bool), torch.zeros(R, T, dtype=torch.bool)
     heads[1, 1, 2], keys[:, 5:30] = True, True
     pos = torch.tensor([40, 40])
@@ -250,6 +250,30 @@ def test_bf16_effects_and_null_rows(tmp_path):                # faults 7, 10: ow
     assert torch.equal(value, null)                              # a row without an edit has an effect of exactly zero
     common.write_tensors(tmp_path / 'z.safetensors', {'z': z.float()})
     assert np.isfinite(common.load_file(tmp_path / 'z.safetensors')['z'].numpy()).all()
+
+
+def test_captured_shapes_in_a_batch_of_two():                # fault 4
+    model, ids = build('llama')
+    attach(model)
+    q = torch.tensor([3, 7 + 20])                                 # flat positions: b * T + t
+    with torch.no_grad():
+        probe = prefill(model, ids[:40].view(2, 20), z_at=q, attn_at=(torch.tensor([0, 1]), torch.tensor([3, 7])))[1]
+        alone = prefill(model, ids[20:40], z_at=q[1:] - 20, attn_at=(torch.tensor([0]), torch.tensor([7])))[1]
+    for l in range(3):
+        assert probe.z[l].shape == (2, 8, 8) and probe.attn[l].shape == (2, 8, 20)
+        assert (probe.z[l][1] - alone.z[l][0]).abs().max() < 1e-5 and (probe.attn[l][1] - alone.attn[l][0]).abs().max() < 1e-5
+
+
+def test_the_shared_prefix_is_never_written_to():             # fault 8
+    model, ids = build('gemma3')
+    attach(model)
+    past, _, z = read(model, ids)
+    before = [{l: (k.clone(), v.clone()) for l, (k, v) in seg.items()} for seg in past]
+    list(generate(model, Words(ids[:P].tolist()), past[:1], [ids[20:30].tolist(), ids[30:36].tolist()], 8, batch=2))
+    measure(model, past, ids.tolist(), EVENTS, torch.arange(3), (torch.ones(3, 3, 8, dtype=torch.bool), z, torch.arange(3)))
+    attribution(model, past, ids.tolist(), EVENTS, z, torch.zeros_like(z))
+    for a, b in zip(before, past):
+        assert all(torch.equal(x, y) for l in a for x, y in zip(a[l], b[l]))
 
 
 def test_the_output_head_sees_only_what_is_asked():           # fault 18

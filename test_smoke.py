@@ -73,6 +73,7 @@ def test_keep_only_and_controls(toy):
     sets = [json.loads(x) for x in open(toy / 'runs/teacher/sets.jsonl')]
     for r in sets:
         assert r['kind'] in ('necessity', 'keep-only') and r['n'] > 0 and r['size'] == 3
+        assert r['measurable'] == (abs(r['drop']) > r['drift'])   # fault 10
         assert r['value'] is None or r['low'] <= r['value'] <= r['high']
         if r['set'] == r['phase']:
             assert len(r['controls']) in (0, 20) and r['layers_matched'] in (True, False)
