@@ -167,6 +167,8 @@ def barrier():
     if world() > 1:
         import torch.distributed as dist
         if not dist.is_initialized():
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
             dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')
         dist.barrier()
 
@@ -276,7 +278,7 @@ def common_args(doc, model=True):
         p.add_argument('--model', required=True, help='model folder, hub id or .gguf file')
         p.add_argument('--name', help='folder under WORK/runs; default: last part of --model')
     p.add_argument('--dtype', default='float32', choices=('float32', 'bfloat16', 'float16'), help='of the weights')
-    p.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='torch device')
+    p.add_argument('--device', default=f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if torch.cuda.is_available() else 'cpu', help='torch device')
     p.add_argument('--device-map', help='"auto" spreads a model over several cards (needs accelerate)')
     p.add_argument('--rows', type=int, default=0, help='counterfactual rows of one forward; 0: from free memory')
     p.add_argument('--chat', action='store_true', help="render the tokenizer's chat template around the prompt")
@@ -287,10 +289,13 @@ def common_args(doc, model=True):
 
 
 def run_dir(args):
-    name = args.name or pathlib.Path(args.model.rstrip('/')).stem if args.model.endswith('.gguf') else args.name or pathlib.Path(args.model.rstrip('/')).name
+    """WORK/runs/NAME of a stage's arguments, made private; Fault where --model is a path and nothing is there."""
+    model = pathlib.Path(args.model)
+    if not model.exists() and (args.model.endswith('.gguf') or args.model[0] in './~' or args.model.count('/') > 1):
+        raise Fault(f'{model}: no such model folder or file')
     private_dir(args.work)
     private_dir(pathlib.Path(args.work) / 'runs')
-    return private_dir(pathlib.Path(args.work) / 'runs' / name)
+    return private_dir(pathlib.Path(args.work) / 'runs' / (args.name or model.name.removesuffix('.gguf')))
 
 
 def load_tokenizer(path):
@@ -714,7 +719,7 @@ class Probe:
 
     def run(self, module, q, k, v, scale, softcap, window):
         """One layer: q (B,H,T,D), k, v (B,K,T,D) after RoPE -> z (B,T,H,D)."""
-        l, (B, H, T, D) = module.layer_idx, q.shape
+        l, (B, H, T, _) = module.layer_idx, q.shape
         if self.rows is None and module not in self.modules:
             self.modules.append(module)
             self.shapes.append((H, v.shape[-1]))
@@ -764,7 +769,7 @@ class Probe:
         own_k, own_v = k[0].transpose(0, 1)[:, :, None], v[0].transpose(0, 1)[:, :, None]      # (R,K,1,D)
         own_pos = pos[:, None]
         if self.memory is not None:
-            segment, own_pos = self.memory
+            segment, own_pos = self.memory[0], self.memory[1].to(q.device)
             bk, bv = segment[l]
             slot = (own_pos == pos[:, None]).int().argmax(1)
             bk[torch.arange(R), :, slot], bv[torch.arange(R), :, slot] = own_k[:, :, 0], own_v[:, :, 0]

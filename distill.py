@@ -302,6 +302,9 @@ def main():
         print(f'resumed at step {step0}')
     if args.prefix == 'frozen' and not args.data:
         shared = None
+    if args.batch < world():
+        raise Fault(f'--batch {args.batch} is smaller than the {world()} ranks')
+    barrier()
     began, seen = time.time(), 0
 
     for step in range(step0, args.steps):
@@ -338,11 +341,10 @@ def main():
                     e['maps'] = mapper(task.notes[e['id']], traces[e['id']]['completion'])
                 maps, W = e['maps']
                 wanted = rows.get_tensor(e['id']).to(model.device)
-                keep = maps[0] < len(e['ids']) + start
                 for phase in PHASES:
                     js = [j for j in rows_b if where[j][2] == phase]
                     if js:
-                        P = pool_words({l: w[js].float() for l, w in probe.attn.items()}, pool[phase], [m[keep] for m in maps], W)
+                        P = pool_words({l: w[js].float() for l, w in probe.attn.items()}, pool[phase], maps, W)
                         kl = kl + attention_loss(wanted[[kept_row[where[j][3]] for j in js]], P).sum() / (count[phase] * phases)
             (ce + args.lam * kl).backward()
             ce_sum, kl_sum = ce_sum + float(ce.detach()), kl_sum + float(kl.detach())
@@ -352,7 +354,8 @@ def main():
                         m.grad = w.grad.float() if m.grad is None else m.grad.add_(w.grad.float())
                         w.grad = None
         if world() > 1:
-            for w in params:
+            for w in params:                                      # losses carry global counts, so gradients add up
+                w.grad = torch.zeros_like(w) if w.grad is None else w.grad
                 torch.distributed.all_reduce(w.grad)
         norm = float(torch.nn.utils.clip_grad_norm_(params, args.clip))
         if not np.isfinite(norm):

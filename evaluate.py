@@ -126,6 +126,8 @@ def reasoner_claims(task, run, seed):
         effect = load_file(run / 'ablation.safetensors')['effect']
     for p in PHASES:
         use = np.array([e['phase'] == p and e['id'] in test and e['margin'] > 0 for e in events], bool)
+        if effect is not None:
+            use &= ~np.isnan(effect[:, 0, 0])
         if effect is None or not use.any():
             add(3, f'Spearman, {p}', None, None, 'ablation.safetensors', reason='not computed: ablate.py has not run, or no such event')
             continue

@@ -77,5 +77,7 @@ def test_every_stage_ends_with_one_line_and_writes_nothing(stage, tmp_path):
 
 def test_no_model_there(tmp_path):
     work(tmp_path)
+    before = sorted(p.name for p in tmp_path.rglob('*'))
     out = run('characterize.py', '--work', tmp_path, '--model', tmp_path / 'no-model')
+    assert sorted(p.name for p in tmp_path.rglob('*')) == before
     assert out.returncode and out.stderr.strip().splitlines()[-1].startswith('error:') and 'no-model' in out.stderr
