@@ -320,7 +320,7 @@ def main():
         labels = sum(len(e['ids']) - e['n'] for e in batch)       # global counts: micro-batches and ranks add up to one mean
         count = {p: sum(1 for e in batch for x in events.get(e['id'], ()) if x[0] == p) for p in PHASES}
         phases = sum(c > 0 for c in count.values())
-        mine = batch[rank()::world()]
+        mine = sorted(batch[rank()::world()], key=lambda e: len(e['ids']))   # like lengths share a micro-batch: little padding
         ce_sum, kl_sum = 0.0, 0.0
         for i in range(0, len(mine), args.micro or len(mine)):
             part = mine[i:i + (args.micro or len(mine))]

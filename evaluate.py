@@ -108,7 +108,7 @@ def reasoner_claims(task, run, seed):
     lost = [(i, c) for i in measured for c in traces[i]['codes'] if c in task.index and (i, c) not in seen]
     add(1, 'events', len(events), all(count.values()) and not lost, 'events.jsonl', len(measured), phases=count, dropped=len(dropped), unaccounted=len(lost))
 
-    heads = jsonl(run / 'heads.jsonl')
+    heads, used = jsonl(run / 'heads.jsonl'), len({e['id'] for e in events if e['id'] in discovery and e['margin'] > 0})
     if not any(sets.values()):
         for c in range(2, 9):
             add(c, CLAIMS[c], None, None, 'heads.jsonl', reason='not computed: nothing was selected')
@@ -118,7 +118,7 @@ def reasoner_claims(task, run, seed):
         mine = [h for h in heads if h['phase'] == p and h['attribution'] is not None]
         raw = sorted(mine, key=lambda h: -h['attribution'])[:len(sets[p])]
         fell[p] = [f'{h["layer"]}.{h["head"]}' for h in raw if not h['selected']]
-    add(2, 'heads of the raw top that calibration removes', sum(map(len, fell.values())), any(fell.values()), 'heads.jsonl', len(discovery), heads=fell)
+    add(2, 'heads of the raw top that calibration removes', sum(map(len, fell.values())), any(fell.values()), 'heads.jsonl', used, heads=fell)
 
     effect = None
     if (run / 'ablation.safetensors').exists():
@@ -142,7 +142,7 @@ def reasoner_claims(task, run, seed):
     limit = 0.35 if L * H < 50 else 0.15
     for p in PHASES:
         if sets[p]:
-            add(4, f'share of heads, {p}', len(sets[p]) / (L * H), len(sets[p]) / (L * H) <= limit, 'heads.jsonl', len(discovery), limit=limit, heads=[f'{l}.{h}' for l, h in sets[p]])
+            add(4, f'share of heads, {p}', len(sets[p]) / (L * H), len(sets[p]) / (L * H) <= limit, 'heads.jsonl', used, limit=limit, heads=[f'{l}.{h}' for l, h in sets[p]])
     for p, (v, low, high, chance, n) in split_half(run, sets, discovery, seed).items():
         add(5, f'split-half Jaccard, {p}', (v, low, high), low > chance, 'events.safetensors', n, chance_95=chance)
 
@@ -253,6 +253,7 @@ def figures(task, runs, students, folder):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
     from safetensors.numpy import load_file
     plt.rcParams.update({'font.size': 9, 'figure.dpi': 150, 'axes.spines.top': False, 'axes.spines.right': False})
     captions = {}
@@ -267,25 +268,24 @@ def figures(task, runs, students, folder):
         if events and (run / 'ablation.safetensors').exists():
             effect, sets = load_file(run / 'ablation.safetensors')['effect'], load_heads(run)
             L, H = effect.shape[1:]
-            fig, axes = plt.subplots(1, 3, figsize=(3 * max(2.6, H * 0.28), max(2.2, 0.9 + L * 0.2)), layout='constrained')
+            fig, axes = plt.subplots(1, 3, figsize=(3 * max(2.8, 0.8 + H * 0.26), max(2.2, 0.9 + L * 0.17)), layout='constrained')
             maps, ns = {}, {}
             for p in PHASES:
                 use = np.array([e['phase'] == p and e['margin'] > 0 for e in events], bool) & ~np.isnan(effect[:, 0, 0])
                 if use.any():
                     _, x, n = by_note(effect[use], [e['id'] for e, u in zip(events, use) if u])
                     maps[p], ns[p] = (x / n[:, None, None]).mean(0), len(n)
-            top = max((np.abs(m).max() for m in maps.values()), default=1) or 1
             for ax, p in zip(axes, PHASES):
                 ax.set_title(f'{p} (n = {ns.get(p, 0)} notes)', fontsize=9)
                 ax.set_xlabel('query head')
                 ax.set_ylabel('layer')
                 if p in maps:
+                    top = np.abs(maps[p]).max() or 1
                     im = ax.imshow(maps[p], cmap='RdBu_r', vmin=-top, vmax=top, aspect='auto', origin='lower')
+                    fig.colorbar(im, ax=ax, shrink=0.9).set_label('drop in margin (logits)', fontsize=8)
                     ax.scatter([h for _, h in sets[p]], [l for l, _ in sets[p]], s=60, facecolors='none', edgecolors='black', linewidths=1.2)
                 ax.set_xticks(range(0, H, 1 if H < 12 else 4))
                 ax.set_yticks(range(0, L, 1 if L < 12 else 5))
-            if maps:
-                fig.colorbar(im, ax=axes, label='drop in margin (logits)', shrink=0.9)
             save(fig, f'heads-{run.name}', f'{run.name}: mean drop in margin when one head is mean-ablated at the event, all measured notes; rings: the selected set.')
         selection = [s for s in jsonl(run / 'selection.jsonl') if s['recovery'] is not None]
         if selection:
@@ -297,6 +297,8 @@ def figures(task, runs, students, folder):
                     ax.plot(k, [x['recovery'] for x in s], color=COLOURS[p], marker='o', ms=3, label=f'{p} (n = {s[0]["n"]} notes)')
                     ax.fill_between(k, [x['low'] for x in s], [x['high'] for x in s], color=COLOURS[p], alpha=0.2, linewidth=0)
             ax.axhline(0.8, color='grey', lw=0.8, ls='--')
+            ax.set_ylim(min(0, ax.get_ylim()[0]), max(1, ax.get_ylim()[1]))
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
             ax.set_xlabel('heads kept (top of the calibrated ranking)')
             ax.set_ylabel('keep-only recovery (share of margin)')
             ax.legend(frameon=False, fontsize=8)
@@ -304,7 +306,7 @@ def figures(task, runs, students, folder):
         tests = {(r['set'], r['phase']): r for r in jsonl(run / 'sets.jsonl') if r['kind'] == 'necessity' and r['value'] is not None}
         if tests:
             grid = np.array([[tests[s, p]['value'] if (s, p) in tests else np.nan for p in PHASES] for s in PHASES])
-            fig, ax = plt.subplots(figsize=(3.4, 2.8), layout='constrained')
+            fig, ax = plt.subplots(figsize=(4.6, 3.4), layout='constrained')
             im = ax.imshow(grid, cmap='Blues', vmin=0, vmax=max(1.0, np.nanmax(grid)))
             for i in range(3):
                 for j in range(3):

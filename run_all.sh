@@ -21,14 +21,14 @@ if [ "$TASK" = toy ]; then
   S=$WORK/students; FP="--precision fp32"
   $PY data/toy/prepare.py --work "$WORK"
   # the teacher: first it learns to copy, then to code from lists that are new in every episode
-  $PY distill.py --work "$WORK" --student "$WORK/init/teacher" --scratch --data "$WORK/train/copy.jsonl" --name teacher-copy $FP --steps 350 --batch 32
-  $PY distill.py --work "$WORK" --student "$S/teacher-copy" --data "$WORK/train/episodes.jsonl" --name teacher $FP --steps 600 --batch 32
+  $PY distill.py --work "$WORK" --student "$WORK/init/teacher" --scratch --data "$WORK/train/copy.jsonl" --name teacher-copy $FP --steps 600 --batch 32
+  $PY distill.py --work "$WORK" --student "$S/teacher-copy" --data "$WORK/train/episodes.jsonl" --name teacher $FP --steps 600 --batch 32 --micro 8
   study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 128
   # the students: another family and tokenizer; copying is learned once a seed and shared by both arms. Their budget, 80 steps
   # of 16 on the teacher's 160 train traces, was fixed before any arm was compared: with an endless stream or a few hundred
   # steps every arm gets every decision right and nothing is left to compare.
   for seed in $(seq 0 $((SEEDS - 1))); do
-    $PY distill.py --work "$WORK" --student "$WORK/init/student" --scratch --data "$WORK/train/copy.jsonl" --name "base-s$seed" $FP --steps 400 --batch 32 --seed "$seed"
+    $PY distill.py --work "$WORK" --student "$WORK/init/student" --scratch --data "$WORK/train/copy.jsonl" --name "base-s$seed" $FP --steps 500 --batch 32 --seed "$seed"
     for lam in 0 0.3; do
       arm=$([ "$lam" = 0 ] && echo cot || echo mistill)
       $PY distill.py --work "$WORK" --teacher "$S/teacher" --student "$S/base-s$seed" --lam "$lam" --name "$arm-s$seed" $FP --steps 80 --batch 16 --seed "$seed"

@@ -2,10 +2,10 @@
 
     python data/toy/prepare.py --work work/toy
 
-A code is a region letter and a two-digit leaf (K17). The candidate list says, line by line, `finding qualifier code`;
-all codes of a finding share its region. A note mentions (finding, qualifier) pairs among noise words; the trace takes
-them in order, one a line, and after a few linking words of varying number names the code. Where the note says `possible`, it first
-says `not`, another code of the region with that code's own qualifier (the near-miss), `but`, then the code.
+A code is a region letter and a two-digit leaf (K17). The candidate list says, line by line, `qualifier finding code`;
+all codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in
+order, one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code. Where the
+note says `possible`, it first says `not`, another candidate of the region with its code (the near-miss), `but`, then its own.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
@@ -42,21 +42,21 @@ def draw_list(rng, regions, leaves):
 
 
 def list_text(rng, table):
-    lines = [f'{f} {q} {c}\n' for f, row in table.items() for q, c in row.items()]
+    lines = [f'{q} {f} {c}\n' for f, row in table.items() for q, c in row.items()]
     rng.shuffle(lines)
     return PROMPT['prefix'].format(list=''.join(lines))
 
 
 def draw_note(rng, table, mentions):
-    """(text, [(finding, qualifier, code, doubtful, start, end)]); start, end: characters of `finding qualifier`."""
+    """(text, [(finding, qualifier, code, doubtful, start, end)]); start, end: characters of `qualifier finding`."""
     text, found = '', []
     for f in rng.sample(list(table), min(mentions, len(table))):
         q = rng.choice(list(table[f]))
         text += ''.join(f' {w}' for w in rng.sample(NOISE, rng.randint(1, 3)))
         doubt = rng.random() < 0.5 and len(table[f]) > 1
         text += ' possible' if doubt else ''
-        found.append((f, q, table[f][q], doubt, len(text) + 1, len(text) + 1 + len(f'{f} {q}')))
-        text += f' {f} {q}'
+        found.append((f, q, table[f][q], doubt, len(text) + 1, len(text) + 1 + len(f'{q} {f}')))
+        text += f' {q} {f}'
     return text + f' {rng.choice(NOISE)}', found
 
 
@@ -64,29 +64,34 @@ def draw_trace(rng, table, found, links=len(LINKS)):
     text = ''
     for f, q, code, doubt, _, _ in found:
         near = rng.choice([x for x in table[f] if x != q]) if doubt else None
-        text += f' {f} {q}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
-        text += (f' not {table[f][near]} {near} but' if near else '') + f' {code}\n'
+        text += f' {q} {f}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
+        text += (f' not {near} {f} {table[f][near]} but' if near else '') + f' {q} {f} {code}\n'
     return text + PROMPT['answer'] + ''.join(f' {code}' for _, _, code, _, _, _ in found)
 
 
+# up to this share of the episodes: regions and leaves of a list (lowest, highest), mentions of a note
+STAGES = ((0.35, (2, 4), (1, 3), (1, 2)), (0.6, (2, 7), (1, 5), (1, 3)), (0.85, (2, 10), (2, 6), (2, 4)), (1.0, (6, 12), (4, 8), (2, 5)))
+
+
 def episodes(rng, n):
-    """n episodes, each with its own list: from up to 3 regions x 2 leaves to the task's size, and from no linking word to all. Sizes are mixed at
-    every stage, so that a batch is never of one difficulty."""
+    """n episodes, each with its own list, from short lists to the task's size (STAGES), and from no linking word to all.
+    Sizes are mixed at every stage, so that a batch is never of one difficulty."""
     for i in range(n):
-        share = i / n
-        regions = rng.randint(2, int(3 + 9 * max(0, share - 0.25) / 0.75))
-        leaves = rng.randint(1, int(2 + 6 * max(0, share - 0.25) / 0.75))
+        regions, leaves, mentions = (rng.randint(*r) for r in next(s for s in STAGES if i < s[0] * n)[1:])
         table = draw_list(rng, regions, leaves)
-        note, found = draw_note(rng, table, rng.randint(1, 2 if share < 0.3 else 3 if share < 0.7 else 5))
-        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': draw_trace(rng, table, found, rng.randint(0, min(len(LINKS), int(8 * share))))}
+        note, found = draw_note(rng, table, mentions)
+        links = rng.randint(0, min(len(LINKS), int(12 * i / n)))
+        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': draw_trace(rng, table, found, links)}
 
 
 def copies(rng, n):
     """n random word sequences, each said again and again: what teaches a small transformer to copy by content. Periods are
-    mixed in every batch, so that no fixed distance does it."""
+    mixed in every batch, so that no fixed distance does it; the second half draws each sequence from few words, so that the
+    word before is not enough and longer contexts must be matched."""
     every = FINDINGS + QUALIFIERS + NOISE + LINKS
-    for _ in range(n):
-        words = [rng.choice(every) if rng.random() < 0.92 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
+    for i in range(n):
+        pool = every if i < 0.5 * n else rng.sample(every, rng.randint(4, 12))
+        words = [rng.choice(pool) if rng.random() < 0.92 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
         yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(48 - len(words)))}
 
 
@@ -111,8 +116,8 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--copies', type=int, default=14400, help='records of train/copy.jsonl')
-    p.add_argument('--episodes', type=int, default=32000, help='records of train/episodes.jsonl')
+    p.add_argument('--copies', type=int, default=19200, help='records of train/copy.jsonl')
+    p.add_argument('--episodes', type=int, default=19200, help='records of train/episodes.jsonl')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -144,7 +149,7 @@ def main():
                 tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'student')
     write_jsonl(work / 'gold.jsonl', gold)
     write_jsonl(work / 'notes.jsonl', notes)
-    write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{f} {q}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
+    write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{q} {f}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
     write_text(work / 'prompt.json', json.dumps(PROMPT | {'prefix': prefix}, indent=1))
     print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), {args.copies} copy records, '
           f'{args.episodes} episodes\nnext: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/copy.jsonl --name copy')
