@@ -70,7 +70,8 @@ def draw_trace(rng, table, found, links=len(LINKS)):
 
 
 # up to this share of the episodes: regions and leaves of a list (lowest, highest), mentions of a note
-STAGES = ((0.35, (2, 4), (1, 3), (1, 2)), (0.6, (2, 7), (1, 5), (1, 3)), (0.85, (2, 10), (2, 6), (2, 4)), (1.0, (6, 12), (4, 8), (2, 5)))
+STAGES = ((0.40, (2, 3), (1, 2), (1, 2)), (0.55, (2, 4), (1, 3), (1, 3)), (0.75, (2, 7), (1, 5), (1, 3)), (0.88, (2, 10), (2, 6), (2, 4)),
+          (1.0, (6, 12), (4, 8), (2, 5)))
 
 
 def episodes(rng, n):
@@ -117,7 +118,7 @@ def main():
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
     p.add_argument('--copies', type=int, default=19200, help='records of train/copy.jsonl')
-    p.add_argument('--episodes', type=int, default=19200, help='records of train/episodes.jsonl')
+    p.add_argument('--episodes', type=int, default=20800, help='records of train/episodes.jsonl')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
