@@ -296,7 +296,7 @@ def main():
         # ---- what came out
         cut = sum(t['truncated'] for t in traces.values())
         print(f'{len(traces)} traces ({cut} truncated), {len(events)} events, {len(dropped)} codes dropped, {L} layers x {H} heads')
-        print(f'{"phase":9} {"events":>6} {"notes":>5} {"margin":>7} {"right":>6} {"set":>4} {"share":>6}  recovery (discovery)')
+        print(f'{"phase":9} {"events":>6} {"notes":>5} {"margin":>7} {"m > 0":>6} {"set":>4} {"share":>6}  recovery (discovery)')
         for ph in PHASES:
             sel = phase_of == ph if len(events) else np.zeros(0, bool)
             rec = next((s for s in selection if s['phase'] == ph and s['size'] == len(chosen.get(ph, []))), None)

@@ -191,14 +191,12 @@ def student_table(task, runs):
         s = json.loads(manifest.read_text()).get('distill', {}).get('settings', {})
         if not s.get('teacher'):
             continue
-        events = jsonl(run / 'events.jsonl')
         knock = [r for r in jsonl(run / 'knockin.jsonl') if r['phase'] == 'contrast']
         donor = [r for r in knock if r['set'] == 'selected']
         keep = [r for r in jsonl(run / 'sets.jsonl') if r['kind'] == 'keep-only' and r['set'] == r['phase'] == 'contrast']
         arm = 'CoT' if not s['lam'] else 'MISTILL' if s['pool'] == 'top' else f'{s["pool"]} pool'
         out.append({'name': run.name, 'arm': arm, 'seed': s['seed'], 'precision': s['precision'], 'lam': s['lam'], 'size': donor[0]['size'] if donor else None,
                     'scores': scores(task, load_traces(run / 'traces.jsonl', task), 'test'),
-                    'right': {p: float(np.mean([e['margin'] > 0 for e in events if e['phase'] == p])) if any(e['phase'] == p for e in events) else None for p in PHASES},
                     'recovery': knockin_summary(donor, [], 0)['recovery'] if donor else (None,) * 3, 'keep': (keep[0]['value'], keep[0]['low'], keep[0]['high']) if keep else (None,) * 3,
                     'gain': {i: (sum(r['d_patched'] - r['d_rec'] for r in donor if r['id'] == i), sum(r['d_src'] - r['d_rec'] for r in donor if r['id'] == i)) for i in {r['id'] for r in donor}}})
     return sorted(out, key=lambda r: (r['precision'], r['seed'], r['lam'], r['arm']))
@@ -333,8 +331,8 @@ def figures(task, runs, students, folder):
             ax.grid(axis='x', alpha=0.3)
         axes[0].set_yticks(range(len(names)), names)
         axes[0].set_ylim(len(names) - 0.5, -0.5)
-        n = [s['scores'].get('n', 0) for s in students]
-        save(fig, 'students', f'Students after training, heads rediscovered on their own traces, top {students[0]["size"]} heads in every arm; 95 % intervals over notes; F1 on n = {min(n)} to {max(n)} held-out notes (truncated traces left out).')
+        n, size = [s['scores'].get('n', 0) for s in students], students[0]['size']
+        save(fig, 'students', f'Students after training, heads rediscovered on their own traces, the same number of heads in every arm{f" ({size})" if size else ""}; 95 % intervals over notes; F1 on n = {min(n)} to {max(n)} held-out notes (truncated traces left out).')
     return captions
 
 
@@ -375,8 +373,8 @@ def main():
         s = scores(task, load_traces(r / 'traces.jsonl', task), 'test')
         text.append(f'| {r.name} | {span(s.get("micro"))} | {span(s.get("macro"))} | {span(s.get("macro_all_labels"))} | {span(s.get("precision"))} | {span(s.get("recall"))} | {s["n"]} | {s["truncated"]} |')
     if students:
-        text += ['\n## Students\n', '| student | arm | seed | precision | contrast knock-in recovery | contrast keep-only | right: coarse / fine / contrast |', '|---|---|---|---|---|---|---|']
-        text += [f'| {s["name"]} | {s["arm"]} (lambda {s["lam"]}) | {s["seed"]} | {s["precision"]} | {span(s["recovery"])} | {span(s["keep"])} | {" / ".join(f(s["right"][p]) for p in PHASES)} |' for s in students]
+        text += ['\n## Students\n', '| student | arm | seed | precision | contrast knock-in recovery | contrast keep-only |', '|---|---|---|---|---|---|']
+        text += [f'| {s["name"]} | {s["arm"]} (lambda {s["lam"]}) | {s["seed"]} | {s["precision"]} | {span(s["recovery"])} | {span(s["keep"])} |' for s in students]
     text += ['\n## Figures\n'] + [f'![{c}](figures/{n})\n\n*{c}*\n' for n, c in captions.items()]
     write_text(task.work / 'report.md', '\n'.join(text) + '\n')
     print(f'{"#":>2} {"claim":52} {"model":22} {"value":>8} {"interval":>18} {"n":>4}  verdict')
