@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole reproduction. Every stage resumes: run it again and it goes on where it stopped.
 #
-#   bash run_all.sh                                      the toy: trains its teacher and students, about 15 minutes on 2 cores
+#   bash run_all.sh                                      the toy: trains its teacher and students, roughly a quarter of an hour on 2 cores
 #   TASK=bc5cdr MODEL=SmolLM2-135M-Instruct CORPUS=BC5CDR bash run_all.sh      a real model on real abstracts, 1.5 hours
 #
 # Settings by environment: TASK, MODEL, WORK, SEEDS (students' seeds, toy), PY (python), CORPUS (bc5cdr).
