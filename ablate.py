@@ -9,9 +9,8 @@ that replaces a head leaves the event's own note out. Sets come from discovery n
 import numpy as np
 import torch
 
-from common import (PHASES, Encoder, Fault, begin, by_note, common_args, each_note, finish, folder_hash, load_heads, load_model, load_task,
-                    load_tokenizer, load_traces, loo_means, mean_interval, measure, prefill, prefix_kv, random_sets, rank, ratio_interval, read_events, run_dir,
-                    wilson, write_jsonl, write_tensors)
+from common import (PHASES, Fault, by_note, common_args, each_note, finish, load_heads, loo_means, mean_interval, measure, open_run, prefill, prefix_kv,
+                    random_sets, rank, ratio_interval, wilson, write_jsonl, write_tensors)
 
 
 def tests_of(sets, phases, controls, shape, seed):
@@ -47,16 +46,10 @@ def main():
     p.add_argument('--controls', type=int, default=100, help='random sets of the same size and layer histogram')
     p.add_argument('--size', type=int, default=0, help='test the top SIZE heads of each phase in place of the selected set (equal sizes across models)')
     args = p.parse_args()
-    task, run = load_task(args.work), run_dir(args)
-    if not (run / 'heads.jsonl').exists():
-        raise Fault(f'{run} has no heads.jsonl; run characterize.py first')
-    settings = {k: getattr(args, k) for k in ('model', 'dtype', 'chat', 'margin', 'seed', 'split', 'controls', 'size')}
-    settings |= {'task': task.hash, 'weights': folder_hash(args.model), 'events': folder_hash(run / 'events.jsonl'), 'heads': folder_hash(run / 'heads.jsonl')}
-    if begin(run, 'ablate', settings):
-        return print(f'{run} is ablated already')
-    model = load_model(args.model, args.dtype, args.device, args.device_map)
-    enc, traces = Encoder(load_tokenizer(args.model), task, args.chat), load_traces(run / 'traces.jsonl', task)
-    events, tensors = read_events(run)
+    opened = open_run(args, 'ablate', ('split', 'controls', 'size'))
+    if not opened:
+        return
+    task, run, model, enc, traces, events, tensors = opened
     sets, shape = load_heads(run, args.size), model.probe_shape[:2]
     L, H = shape
     discovery, test = set(task.ids('discovery')), set(task.ids(args.split))

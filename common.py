@@ -972,6 +972,19 @@ def load_heads(run, size=0):
             ranked[r['phase']].append((r['rank'], r['layer'], r['head']))
     return {p: [(l, h) for _, l, h in sorted(x)] for p, x in ranked.items()}
 
+def open_run(args, stage, keys):
+    """What a stage after characterize.py starts from: (task, run, model, encoder, traces, events, tensors), or None where
+    it is done already. keys: the arguments that its results depend on."""
+    task, run = load_task(args.work), run_dir(args)
+    if not (run / 'heads.jsonl').exists():
+        raise Fault(f'{run} has no heads.jsonl; run characterize.py first')
+    settings = {k: getattr(args, k) for k in ('model', 'dtype', 'chat', 'margin', 'seed', *keys)}
+    settings |= {'task': task.hash, 'weights': folder_hash(args.model), 'events': folder_hash(run / 'events.jsonl'), 'heads': folder_hash(run / 'heads.jsonl')}
+    if begin(run, stage, settings):
+        return print(f'{run}: {stage} is done already')
+    model = load_model(args.model, args.dtype, args.device, args.device_map)
+    return task, run, model, Encoder(load_tokenizer(args.model), task, args.chat), load_traces(run / 'traces.jsonl', task), *read_events(run)
+
 # ------------------------------------------------------------------------------------------------ statistics
 
 def by_note(values, notes):

@@ -10,8 +10,8 @@ d by next to nothing. Writes WORK/runs/NAME/knockin.jsonl, one record a (source 
 import numpy as np
 import torch
 
-from common import (PHASES, Encoder, Fault, begin, common_args, each_note, finish, folder_hash, knockin_summary, load_heads, load_model, load_task, load_tokenizer,
-                    load_traces, measure, prefill, prefix_kv, random_sets, rank, read_events, run_dir, write_jsonl)
+from common import (PHASES, Fault, common_args, each_note, finish, knockin_summary, load_heads, measure, open_run, prefill, prefix_kv, random_sets, rank,
+                    write_jsonl)
 
 
 def choose(events, e, donors, seed):
@@ -29,16 +29,10 @@ def main():
     p.add_argument('--controls', type=int, default=100, help='random sets a recipient')
     p.add_argument('--size', type=int, default=0, help='knock in the top SIZE heads of each phase in place of the selected set')
     args = p.parse_args()
-    task, run = load_task(args.work), run_dir(args)
-    if not (run / 'heads.jsonl').exists():
-        raise Fault(f'{run} has no heads.jsonl; run characterize.py first')
-    settings = {k: getattr(args, k) for k in ('model', 'dtype', 'chat', 'seed', 'split', 'donors', 'controls', 'size')}
-    settings |= {'task': task.hash, 'weights': folder_hash(args.model), 'events': folder_hash(run / 'events.jsonl'), 'heads': folder_hash(run / 'heads.jsonl')}
-    if begin(run, 'knockin', settings):
-        return print(f'{run}: knock-in is done already')
-    model = load_model(args.model, args.dtype, args.device, args.device_map)
-    enc, traces = Encoder(load_tokenizer(args.model), task, args.chat), load_traces(run / 'traces.jsonl', task)
-    events, tensors = read_events(run)
+    opened = open_run(args, 'knockin', ('split', 'donors', 'controls', 'size'))
+    if not opened:
+        return
+    task, run, model, enc, traces, events, tensors = opened
     z, logits, column = tensors['z'], tensors['logits'], {t: i for i, t in enumerate(tensors['tokens'].tolist())}
     sets, test = load_heads(run, args.size), set(task.ids(args.split))
     L, H, _ = model.probe_shape
