@@ -9,8 +9,8 @@ that replaces a head leaves the event's own note out. Sets come from discovery n
 import numpy as np
 import torch
 
-from common import (PHASES, Fault, by_note, common_args, each_note, finish, load_heads, loo_means, mean_interval, measure, open_run, prefill, prefix_kv,
-                    random_sets, rank, ratio_interval, wilson, write_jsonl, write_tensors)
+from common import (Fault, PHASES, by_note, common_args, each_note, finish, head_mask, load_heads, loo_means, mean_interval, measure,
+                    open_run, prefix_kv, random_sets, rank, ratio_interval, silent, wilson, write_jsonl, write_tensors)
 
 
 def tests_of(sets, phases, controls, shape, seed):
@@ -23,8 +23,7 @@ def tests_of(sets, phases, controls, shape, seed):
         for s in PHASES:
             if not sets[s]:
                 continue
-            m = np.zeros((L, H), bool)
-            m[tuple(np.array(sets[s]).T)] = True
+            m = head_mask(sets[s], shape)
             masks.append(m), names.append(('necessity', s, -1))
             if s != p:
                 continue
@@ -64,8 +63,7 @@ def main():
     def work(i):
         ev = mine[i]
         ids = enc.prefix + enc.note(task.notes[i]) + enc.completion(traces[i]['completion'])[0]
-        with torch.no_grad():
-            probe = prefill(model, ids[P:], prefix, keep_kv=True, head=(torch.tensor([0]), torch.tensor([0])))[1]
+        probe = silent(model, ids[P:], prefix)
         bank = torch.stack([mean_of(i, e['phase']) for e in ev])
         masks = [torch.eye(L * H, dtype=torch.bool).view(-1, L, H)] * len(ev)
         if i in test:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import (PHASES, Encoder, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
-                    folder_hash, load_model, load_task, load_tokenizer, load_traces, loo_means, margin, measure, mentions, prefill, prefix_kv, rank,
-                    ratio_interval, run_dir, scored, write_jsonl, write_tensors, world)
+from common import (PHASES, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
+                    folder_hash, load_model, load_task, load_encoder, load_traces, loo_means, margin, measure, mentions, prefill, prefix_kv, rank,
+                    ratio_interval, run_dir, scored, silent, write_jsonl, write_tensors, world)
 
 J = 4                    # null positions of an event [S]
 PERMUTATIONS = 2000      # of event/null labels within notes; METHOD asks for at least 1,000 [A]
@@ -89,7 +89,7 @@ def make_traces(args, task, model, enc, run, ids):
     barrier()
 
 
-def null_positions(events, margins, top_margin, relative, allowed, edges, seed):
+def null_positions(events, margins, top_margin, relative, allowed, edges):
     """(E,J) positions of the same trace for each event, not code tokens, nearest in margin decile, then in relative
     position; -1 where the trace has too few. margins (E,), relative (n,) in [0,1], allowed (n,) bool, edges: deciles."""
     decile = lambda x: np.searchsorted(edges, x)
@@ -142,8 +142,7 @@ def main():
     if begin(run, 'characterize', settings):
         return print(f'{run} is characterized already')
     model = load_model(args.model, args.dtype, args.device, args.device_map)
-    stop = getattr(model.generation_config, 'eos_token_id', None)
-    enc = Encoder(load_tokenizer(args.model), task, args.chat, tuple([stop] if isinstance(stop, int) else stop or ()))
+    enc = load_encoder(args.model, model, task, args.chat)
     L, H, D = model.probe_shape
     pick = lambda splits: [i for s in splits.split(',') if s for i in task.ids(s)[:args.limit or None]]
 
@@ -203,7 +202,7 @@ def main():
         for a, b, _ in mentions(traces[i]['completion'], task.index):
             allowed[[t for t, (s, x) in enumerate(offs) if s < b and x > a]] = False
         at = null_positions([{'at': e['query'] - first[i] + 1} for e in ev], [e['margin'] for e in ev], one[i]['top_margin'].numpy(),
-                            np.arange(n) / max(1, n - 1), allowed, edges, args.seed)
+                            np.arange(n) / max(1, n - 1), allowed, edges)
         nulls[i] = [(j, int(t)) for j in range(len(ev)) for t in at[j] if t >= 0]
 
     # ---- pass 2: attribution at events and at null positions, one backward a note
@@ -212,8 +211,7 @@ def main():
         top = one[i]['top']
         fake = [{'query': int(t) + first[i] - 1, 'target': int(top[t, 0]), 'foils': [int(top[t, 1])], 'phase': ev[j]['phase']} for j, t in nulls[i]]
         at = torch.tensor([e['query'] - P for e in ev + fake])
-        with torch.no_grad():
-            probe = prefill(model, ids[i][P:], prefix, keep_kv=True, z_at=at, head=(at[:1], torch.tensor([0])))[1]
+        probe = silent(model, ids[i][P:], prefix, z_at=at)
         both, mu = ev + fake, {p: mean_of(i, p) for p in phases}
         zz = torch.stack([probe.z[l].float().cpu() for l in range(L)], 1)
         ref = torch.stack([mu.get(e['phase'], torch.full((L, H, D), torch.nan)) for e in both])
@@ -246,8 +244,7 @@ def main():
         ev = [e for e in mine[i] if e['phase'] in order]
         if not ev or i not in discovery:
             return {'margin': torch.zeros(0)}
-        with torch.no_grad():
-            probe = prefill(model, ids[i][P:], prefix, keep_kv=True, head=(torch.tensor([0]), torch.tensor([0])))[1]
+        probe = silent(model, ids[i][P:], prefix)
         event, masks = [], []
         for j, e in enumerate(ev):
             mask = torch.ones(LARGEST + 1, L * H, dtype=torch.bool)

@@ -430,6 +430,11 @@ class Encoder:
     def hash(self):
         return sha(self.tok.backend_tokenizer.to_str(), self.chat)
 
+def load_encoder(path, model, task, chat=False):
+    """The Encoder of a model: its tokenizer, and every id that ends its completions."""
+    stop = getattr(model.generation_config, 'eos_token_id', None)
+    return Encoder(load_tokenizer(path), task, chat, tuple([stop] if isinstance(stop, int) else stop or ()))
+
 # ------------------------------------------------------------------------------------------------ trie and events
 
 class Trie:
@@ -823,11 +828,17 @@ def prefill(model, ids, past=(), **probe):
 
 
 @torch.no_grad()
+def silent(model, ids, past=(), keep_kv=True, **probe):
+    """The clean pass for what the probe captures alone: no gradient, one logit. Returns the Probe."""
+    return prefill(model, ids, past, keep_kv=keep_kv, head=(torch.tensor([0]), torch.tensor([0])), **probe)[1]
+
+
+@torch.no_grad()
 def prefix_kv(model, enc):
     """The candidate list's keys and values, read once and shared by every note: a list with one segment (or none)."""
     if not enc.prefix:
         return []
-    return [prefill(model, enc.prefix, keep_kv=True, head=(torch.tensor([0]), torch.tensor([0])))[1].kv]
+    return [silent(model, enc.prefix).kv]
 
 
 def row_forward(model, past, token, pos, ids, null=None, first=None, **probe):
@@ -983,7 +994,7 @@ def open_run(args, stage, keys):
     if begin(run, stage, settings):
         return print(f'{run}: {stage} is done already')
     model = load_model(args.model, args.dtype, args.device, args.device_map)
-    return task, run, model, Encoder(load_tokenizer(args.model), task, args.chat), load_traces(run / 'traces.jsonl', task), *read_events(run)
+    return task, run, model, load_encoder(args.model, model, task, args.chat), load_traces(run / 'traces.jsonl', task), *read_events(run)
 
 # ------------------------------------------------------------------------------------------------ statistics
 
@@ -1046,13 +1057,19 @@ def knockin_summary(donor, same, seed=0):
     return out
 
 
-def random_sets(heads, n, shape, seed, outside=None):
+def head_mask(heads, shape):
+    """(L,H) bool of a list of (l,h)."""
+    mask = np.zeros(shape, bool)
+    mask[tuple(np.array(heads).T)] = True
+    return mask
+
+
+def random_sets(heads, n, shape, seed):
     """n random head sets of the size and layer histogram of `heads` (list of (l,h)), none containing a head of it:
     ((n,L,H) bool, layers_matched). A layer with too few heads left: matched by size alone. Too few in all: Fault."""
     L, H = shape
     rng = np.random.default_rng(seed)
-    mine = np.zeros((L, H), bool)
-    mine[tuple(np.array(heads).T)] = True
+    mine = head_mask(heads, shape)
     count = mine.sum(1)
     matched = bool((H - count >= count).all())
     free = np.argwhere(~mine)

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from tqdm import tqdm
 
-from common import (PHASES, Encoder, EventFinder, Fault, attribution, barrier, begin, common_args, finish, folder_hash, load_heads, load_model,
-                    load_task, load_tokenizer, load_traces, prefill, prefix_kv, private_dir, rank, read_jsonl, sha, spans, world, write_tensors)
+from common import (PHASES, Encoder, EventFinder, Fault, attribution, barrier, begin, common_args, finish, folder_hash, load_encoder, load_heads, load_model,
+                    load_task, load_tokenizer, load_traces, prefill, prefix_kv, private_dir, rank, read_jsonl, sha, silent, spans, world, write_tensors)
 
 # ------------------------------------------------------------------------------------------------ words
 
@@ -117,8 +117,7 @@ def teacher_rows(args, task, traces, pools):
                 continue
             ids = enc.note(task.notes[i]) + enc.completion(t['completion'])[0]
             q = torch.tensor([e['query'] - len(enc.prefix) for e in mine])
-            with torch.no_grad():
-                probe = prefill(model, ids, prefix, attn_at=(torch.zeros_like(q), q), attn_layers=layers, head=(q[:1], torch.tensor([0])))[1]
+            probe = silent(model, ids, prefix, keep_kv=False, attn_at=(torch.zeros_like(q), q), attn_layers=layers)
             maps, W = mapper(task.notes[i], t['completion'])
             out[i] = torch.cat([pool_words({l: w[j:j + 1] for l, w in probe.attn.items()}, pools[e['phase']], maps, W) for j, e in enumerate(mine)])
         write_tensors(path, out)
@@ -144,8 +143,7 @@ def student_pool(args, model, enc, task, traces, pools):
         mine, _ = finder(t['id'], t, len(enc.prefix) + len(enc.note(task.notes[t['id']])))
         if mine:
             at = torch.tensor([e['query'] - len(enc.prefix) for e in mine])
-            with torch.no_grad():
-                probe = prefill(model, ids, prefix, keep_kv=True, z_at=at, head=(at[:1], torch.tensor([0])))[1]
+            probe = silent(model, ids, prefix, z_at=at)
             zs.append(torch.stack([probe.z[l] for l in range(L)], 1))
             events.append(mine)
             state.append((enc.prefix + ids, [*prefix, probe.kv]))
@@ -264,8 +262,7 @@ def main():
     model = load_model(args.student, 'float32', args.device, args.device_map, args.seed if args.scratch else None)
     if args.scratch and args.embedding_std:
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=args.embedding_std, generator=torch.Generator(model.device).manual_seed(args.seed))
-    eos = getattr(model.generation_config, 'eos_token_id', None)
-    enc = Encoder(load_tokenizer(args.student), task, args.chat, tuple([eos] if isinstance(eos, int) else eos or ()))
+    enc = load_encoder(args.student, model, task, args.chat)
     examples, traces, start = load_examples(args, task, enc)
     events, pool, rows, mapper, lost = {}, {p: [] for p in PHASES}, None, None, 0
     if args.lam:

@@ -10,8 +10,8 @@ d by next to nothing. Writes WORK/runs/NAME/knockin.jsonl, one record a (source 
 import numpy as np
 import torch
 
-from common import (PHASES, Fault, common_args, each_note, finish, knockin_summary, load_heads, measure, open_run, prefill, prefix_kv, random_sets, rank,
-                    write_jsonl)
+from common import (Fault, PHASES, common_args, each_note, finish, head_mask, knockin_summary, load_heads, measure, open_run, prefix_kv,
+                    random_sets, rank, silent, write_jsonl)
 
 
 def choose(events, e, donors, seed):
@@ -39,8 +39,7 @@ def main():
     own, controls = {}, {}
     for ph in PHASES:
         if sets[ph]:
-            own[ph] = np.zeros((1, L, H), bool)
-            own[ph][0][tuple(np.array(sets[ph]).T)] = True
+            own[ph] = head_mask(sets[ph], (L, H))[None]
             try:
                 controls[ph] = random_sets(sets[ph], args.controls, (L, H), args.seed)[0]
             except Fault:                                         # the set is most of the model: no control exists
@@ -55,8 +54,7 @@ def main():
 
     def work(i):
         ids = enc.prefix + enc.note(task.notes[i]) + enc.completion(traces[i]['completion'])[0]
-        with torch.no_grad():
-            probe = prefill(model, ids[P:], prefix, keep_kv=True, head=(torch.tensor([0]), torch.tensor([0])))[1]
+        probe = silent(model, ids[P:], prefix)
         masks, source, event, pair = [], [], [], []
         for j, (e, donors, same) in enumerate(mine[i]):
             for s, kind in [*((d, 'donor') for d in donors), *((d, 'same') for d in same)]:
