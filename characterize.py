@@ -3,10 +3,12 @@
     python characterize.py --work W --model M                     # the model's own greedy traces
     python characterize.py --work W --model M --traces T.jsonl    # traces made elsewhere, re-scored by this model
 
-Writes into WORK/runs/NAME: traces.jsonl, events.jsonl, dropped.jsonl, events.safetensors, heads.jsonl, selection.jsonl.
-Three passes over the notes, each kept note by note: a clean one (z, logits, margins), one with gradient (attribution at
-events and at matched null positions), and one of keep-only rows that finds the smallest sufficient prefix of the ranking.
-Heads are chosen on discovery notes alone; nothing here looks at a test note's ablations.
+Writes into WORK/runs/NAME: traces.jsonl, events.jsonl, dropped.jsonl, events.safetensors, heads.jsonl, selection.jsonl,
+families.jsonl, reading.safetensors, early.jsonl, early_heads.jsonl, early.safetensors.
+Passes over the notes, each kept note by note: a clean one (z, logits, margins); one with gradient (attribution at events and at
+matched null positions; what every head reads there); keep-only rows that find the smallest sufficient prefix of the ranking;
+the trace cut 1 to K tokens before each code and probed for its region. Heads, families and the cut are chosen on discovery
+notes alone; nothing here looks at a test note's ablations.
 """
 import json
 
@@ -14,9 +16,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import (PHASES, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
-                    folder_hash, load_model, load_task, load_encoder, load_traces, loo_means, margin, measure, mentions, prefill, prefix_kv, rank,
-                    ratio_interval, run_dir, scored, silent, write_jsonl, write_tensors, world)
+from common import (PHASES, EarlySites, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
+                    folder_hash, list_regions, load_model, load_task, load_encoder, load_traces, loo_means, margin, mean_interval, measure, mentions,
+                    prefill, prefix_kv, rank, ratio_interval, reading_spans, run_dir, scored, silent, write_jsonl, write_tensors, world)
 
 J = 4                    # null positions of an event [S]
 PERMUTATIONS = 2000      # of event/null labels within notes; METHOD asks for at least 1,000 [A]
@@ -133,11 +135,12 @@ def main():
     p.add_argument('--max-new-tokens', type=int, default=512, help='longest completion in tokens; longer ones are marked truncated')
     p.add_argument('--batch', type=int, default=32, help='notes generated together')
     p.add_argument('--coarse', default='first', choices=('first', 'settling'), help='which token of a region is the coarse event')
+    p.add_argument('--early', type=int, default=8, help='largest number of tokens before a code at which its region is asked for; 0: none')
     p.add_argument('--ig', type=int, default=0, help='interpolation points of the gradient; 0: the plain gradient')
     args = p.parse_args()
 
     task, run = load_task(args.work), run_dir(args)
-    settings = {k: getattr(args, k) for k in ('model', 'dtype', 'chat', 'margin', 'seed', 'splits', 'also_trace', 'limit', 'max_new_tokens', 'coarse', 'ig')}
+    settings = {k: getattr(args, k) for k in ('model', 'dtype', 'chat', 'margin', 'seed', 'splits', 'also_trace', 'limit', 'max_new_tokens', 'coarse', 'ig', 'early')}
     settings |= {'task': task.hash, 'weights': folder_hash(args.model), 'traces': folder_hash(args.traces) if args.traces else None}
     if begin(run, 'characterize', settings):
         return print(f'{run} is characterized already')
@@ -205,19 +208,23 @@ def main():
                             np.arange(n) / max(1, n - 1), allowed, edges)
         nulls[i] = [(j, int(t)) for j in range(len(ev)) for t in at[j] if t >= 0]
 
-    # ---- pass 2: attribution at events and at null positions, one backward a note
+    # ---- pass 2: attribution at events and at null positions, one backward a note; attention of every head on SPANS
+    regions = list_regions(enc)
+
     def attribute(i):
         ev = [e for e in mine[i]]
         top = one[i]['top']
         fake = [{'query': int(t) + first[i] - 1, 'target': int(top[t, 0]), 'foils': [int(top[t, 1])], 'phase': ev[j]['phase']} for j, t in nulls[i]]
         at = torch.tensor([e['query'] - P for e in ev + fake])
-        probe = silent(model, ids[i][P:], prefix, z_at=at)
+        spot = reading_spans(enc, regions, task.notes[i], traces[i]['completion'], ev, len(ids[i]))
+        share = lambda w: torch.einsum('nht,nst->nhs', w, spot.to(w))
+        probe = silent(model, ids[i][P:], prefix, z_at=at, attn_at=(torch.zeros(len(ev), dtype=torch.long), at[:len(ev)]), attn_map=share)
         both, mu = ev + fake, {p: mean_of(i, p) for p in phases}
         zz = torch.stack([probe.z[l].float().cpu() for l in range(L)], 1)
         ref = torch.stack([mu.get(e['phase'], torch.full((L, H, D), torch.nan)) for e in both])
         a = torch.cat([attribution(model, [*prefix, probe.kv], ids[i], both[s:s + 256], zz[s:s + 256], ref[s:s + 256], args.ig, args.margin)
                        for s in range(0, len(both), 256)])
-        return {'attribution': a[:len(ev)], 'null': a[len(ev):]}
+        return {'attribution': a[:len(ev)], 'null': a[len(ev):], 'mass': torch.stack([probe.attn[l].cpu() for l in range(L)], 1), 'count': spot.sum(-1)}
     two = each_note(run, 'attribution', list(mine), attribute)
     cat = lambda k: torch.cat([two[i][k] for i in mine]) if mine else torch.zeros(0, L, H)
     a_event, a_null = cat('attribution'), cat('null')
@@ -272,6 +279,103 @@ def main():
                 size = k
         # not reached: every head that calibration leaves; all heads together without a measurable effect: none
         chosen[ph] = [int(h) for h in order[ph][:size or len(order[ph])]] if known else []
+    # ---- families: what causal heads read, on discovery notes. Region readers: coarse, lift above 1; look-back: contrast, above 0
+    mass = torch.cat([two[i]['mass'] for i in mine]).double().numpy() if mine else np.zeros((0, L, H, 5))
+    count = torch.cat([two[i]['count'] for i in mine]).numpy() if mine else np.zeros((0, 5))
+    families = []
+    for ph in phases:
+        sel = np.flatnonzero(use & (phase_of == ph))
+        both = sel[count[sel, 3] > 0]
+        for h in range(L * H):
+            m = mass[:, h // H, h % H]
+            expected = m[sel, 1] * count[sel, 0] / np.maximum(count[sel, 1], 1)
+            lift = ratio_interval(by_note(m[sel, 0], note_of[sel])[1], by_note(expected, note_of[sel])[1], args.seed)
+            x = by_note(m[both, 3] - m[both, 4], note_of[both])
+            back = mean_interval(x[1] / x[2], args.seed) if ph == 'contrast' else (None,) * 3
+            causal = h in order.get(ph, [])
+            kind = 'region reader' if ph == 'coarse' and causal and lift[0] is not None and lift[1] > 1 else 'look-back' if causal and back[0] is not None and back[1] > 0 else None
+            families.append({'phase': ph, 'layer': h // H, 'head': h % H, 'lift': lift[0], 'lift_low': lift[1], 'lift_high': lift[2], 'look_back': back[0],
+                             'look_back_low': back[1], 'look_back_high': back[2], 'note': float(m[sel, 2].mean()) if len(sel) else None, 'n': len(set(note_of[sel])), 'family': kind})
+
+    # ---- early elicitation: the trace cut k tokens before a code, a probe, and the margin of the code's region
+    sites, places = EarlySites(finder) if args.early else None, {}
+    for i, ev in mine.items() if sites else ():
+        text, offs = traces[i]['completion'], enc.completion(traces[i]['completion'])[1]
+        named = mentions(text, task.index)
+        token = lambda a: first[i] + next(t for t, (_, e) in enumerate(offs) if e > a)
+        where = [(e['code'], token(next(a for a, _, c in named if c == e['code']))) for e in ev if e['phase'] == 'coarse' and sites.decision(e['code'])]
+        if where:
+            places[i] = (where, token(named[0][0]))
+
+    def elicit(i):
+        where, start = places[i]
+        cuts = sorted({first[i], *(p - k for p in [start, *(p for _, p in where)] for k in range(1, args.early + 1) if p - k >= first[i])})
+        probe = silent(model, ids[i][P:], prefix)
+        logits, column = dict(zip(cuts, sites.logits(model, [*prefix, probe.kv], cuts))), {t: n for n, t in enumerate(sites.tokens)}
+        out = torch.full((len(where), args.early, 3), torch.nan)                              # the cut, the note alone, the same cut before any mention
+        for n, (code, p) in enumerate(where):
+            _, own, foils = sites.decision(code)
+            score = lambda cut: logits[cut][[column[t] for t in own]].max() - logits[cut][[column[t] for t in foils]].max() if cut in logits else torch.nan
+            for k in range(1, args.early + 1):
+                if p - k >= first[i]:
+                    out[n, k - 1] = torch.tensor([score(p - k), score(first[i]), score(start - k) if p != start else torch.nan])
+        return {'margin': out}
+    four = each_note(run, 'elicit', list(places), elicit)
+
+    early, gain = [], {}
+    for k in range(1, args.early + 1):
+        got = [(i, four[i]['margin'][n, k - 1]) for i in places for n in range(len(places[i][0])) if not four[i]['margin'][n, k - 1, 0].isnan()]
+        found = [(i, x) for i, x in got if i in discovery and not x[2].isnan()]
+        if k > 1 and len({i for i, _ in found}) > 2:
+            x = by_note([[float(m > 0) for m in x] for _, x in found], [i for i, _ in found])
+            accuracy = (x[1] / x[2][:, None]).mean(0)
+            gain[k] = accuracy[0] - accuracy[1:].max()
+    best = max(gain, key=gain.get) if gain else None              # the cut with the largest gain over both baselines, on discovery notes
+    asked = []
+    f = lambda x: None if x.isnan() else float(x)
+    for i in places:
+        for n, (code, p) in enumerate(places[i][0]):
+            for k in range(1, args.early + 1):
+                m = four[i]['margin'][n, k - 1]
+                if not m[0].isnan():
+                    early.append({'id': i, 'code': code, 'k': k, 'split': task.notes[i]['split'], 'margin': f(m[0]), 'note_margin': f(m[1]), 'matched_margin': f(m[2]), 'site': None})
+                    if k == best:
+                        target, _, foils = sites.decision(code)
+                        early[-1]['site'] = len(asked)
+                        asked.append({'id': i, 'code': code, 'phase': 'early', 'cut': p - k, 'query': p - k + len(sites.ids) - 1, 'target': target, 'foils': foils, 'margin': f(m[0])})
+    at_note = {}
+    for e in asked:
+        at_note.setdefault(e['id'], []).append(e)
+    last = torch.tensor([len(sites.ids) - 1]) if sites else None
+
+    def visit(i, **probe):
+        whole = silent(model, ids[i][P:], prefix)
+        return [(e, *sites.site(model, prefix, whole.kv, ids[i], e['cut'], **probe)) for e in at_note[i]]
+
+    def site(i):
+        spot = torch.zeros(len(ids[i]) + len(sites.ids))
+        spot[:len(ids[i])] = reading_spans(enc, regions, task.notes[i], '', mine[i][:1], len(ids[i]))[0, 2].float()
+        out = [probe for *_, probe in visit(i, z_at=last, attn_at=(torch.zeros_like(last), last), attn_map=lambda w: w @ spot[:w.shape[-1]].to(w))]
+        return {k: torch.stack([torch.cat([getattr(x, f)[l].float().cpu() for l in range(L)]) for x in out]) for k, f in (('z', 'z'), ('note', 'attn'))}
+    five = each_note(run, 'sites', list(at_note), site)
+    z_early = torch.cat([five[i]['z'] for i in at_note]) if at_note else torch.zeros(0, L, H, D)
+    note_early = torch.cat([five[i]['note'] for i in at_note]) if at_note else torch.zeros(0, L, H)
+    early_mean, early_phases = loo_means(z_early, asked, discovery, ('early',))
+
+    def attribute_early(i):
+        z_of = dict(zip([id(e) for e in at_note[i]], five[i]['z']))
+        return {'attribution': torch.cat([attribution(model, past, seq, [e], z_of[id(e)][None], early_mean(i, 'early')[None], args.ig, args.margin)
+                                          for e, seq, past, _ in visit(i)])}
+    six = each_note(run, 'early', [i for i in at_note if i in discovery], attribute_early) if early_phases else {}
+    early_heads = []
+    if six:
+        good = [(i, a) for i in six for e, a in zip(at_note[i], six[i]['attribution']) if e['margin'] > 0]
+        x = by_note(torch.stack([a.flatten() for _, a in good]), [i for i, _ in good]) if good else (None, np.zeros((1, L * H)), np.ones(1))
+        a = (x[1] / x[2][:, None]).mean(0)
+        for n, h in enumerate(np.argsort(-a, kind='stable')):
+            early_heads.append({'phase': 'early', 'layer': int(h) // H, 'head': int(h) % H, 'attribution': float(a[h]), 'rank': n + 1, 'k': best,
+                                'selected': bool(n < len(chosen.get('coarse', [])) and a[h] > 0)})
+
     heads = []
     for ph in PHASES:
         raw, null, c, q = score.get(ph, (np.full(L * H, np.nan),) * 4)
@@ -288,6 +392,12 @@ def main():
         write_jsonl(run / 'dropped.jsonl', dropped)
         write_jsonl(run / 'heads.jsonl', heads)
         write_jsonl(run / 'selection.jsonl', selection)
+        write_jsonl(run / 'families.jsonl', families)
+        write_tensors(run / 'reading.safetensors', {'mass': torch.from_numpy(mass).float(), 'count': torch.from_numpy(count).int()})
+        write_jsonl(run / 'early.jsonl', early)
+        write_jsonl(run / 'early_sites.jsonl', asked)
+        write_jsonl(run / 'early_heads.jsonl', early_heads)
+        write_tensors(run / 'early.safetensors', {'z': z_early, 'note': note_early})
         finish(run, 'characterize')
 
         # ---- what came out
@@ -303,6 +413,13 @@ def main():
         if left_out:
             print(f'left out (events in fewer than 3 discovery notes): {", ".join(left_out)}')
         print('selected: ' + ('; '.join(f'{ph} ' + ' '.join(f'{h // H}.{h % H}' for h in c) for ph, c in chosen.items() if c) or 'nothing was selected'))
+        for kind in ('region reader', 'look-back'):
+            print(f'{kind} heads: ' + (' '.join(f'{r["layer"]}.{r["head"]}' for r in families if r['family'] == kind) or 'none'))
+        if best:
+            at = [r for r in early if r['k'] == best and r['split'] == 'discovery']
+            hit = lambda key: np.mean([r[key] > 0 for r in at if r[key] is not None])
+            print(f'early: {best} tokens before a code its region is right {hit("margin"):.2f} (note alone {hit("note_margin"):.2f}, before any mention {hit("matched_margin"):.2f}); '
+                  'heads ' + (' '.join(f'{r["layer"]}.{r["head"]}' for r in early_heads if r['selected']) or 'none'))
         print(f'next: python ablate.py --work {args.work} --model {args.model}')
 
 

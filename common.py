@@ -576,6 +576,94 @@ class EventFinder:
             raise Fault(f'note {note_id}: a code opens the whole sequence, so nothing scores its first token')
         return events, dropped
 
+# ------------------------------------------------------------------------------------------------ what heads read, early sites
+
+SPANS = ('region', 'list', 'note', 'near_miss', 'others')
+
+
+def list_regions(enc):
+    """(P,) region number of each prefix token on a candidate's line, -1 elsewhere. A line that names codes of several
+    regions counts by its code tokens alone. [A]"""
+    text, task = enc.prefix_text, enc.task
+    offs = spans(enc.tok, [text])[0][1]
+    start, end = (np.array([o[k] for o in offs]) for k in (0, 1))
+    out, at = np.full(len(enc.prefix), -1), 0
+    for line in text.splitlines(keepends=True):
+        named = [(at + a, at + b, task.region[task.index[c]]) for a, b, c in mentions(line, task.index)]
+        if len({r for _, _, r in named}) == 1:
+            named = [(at, at + len(line.rstrip()), named[0][2])]
+        for a, b, r in named:
+            out[enc.front + np.arange(np.searchsorted(end, a, 'right'), np.searchsorted(start, b, 'left'))] = r
+        at += len(line)
+    return out
+
+
+def reading_spans(enc, regions, note, completion, events, total):
+    """(n, 5, T) bool: which of a sequence's `total` tokens are, for each event of one note, SPANS: the candidate lines of
+    its code's region, the whole list, the note's text, the near-miss's earlier mentions (contrast), and equally many tokens
+    of other codes' earlier mentions, nearest to them in distance (METHOD.md, What heads read). regions: list_regions."""
+    task, P = enc.task, len(enc.prefix)
+    out = np.zeros((len(events), len(SPANS), total), bool)
+    at = len(enc.before)
+    offs = spans(enc.tok, [enc.prompt_text(note)])[0][1]
+    words = np.array([s < at + len(note['text']) and e > at for s, e in offs], bool)
+    first = P + len(offs)
+    offs = enc.completion(completion)[1]
+    code = [(first + t, c) for a, b, c in mentions(completion, task.index) for t, (s, e) in enumerate(offs) if s < b and e > a]
+    for x, e in zip(out, events):
+        x[0, :P], x[1, :P] = regions == task.region[task.index[e['code']]], regions >= 0
+        x[2, P:first] = words
+        if e['near_miss']:
+            near = [t for t, c in code if c == e['near_miss'] and t <= e['query']]
+            other = sorted((min(abs(t - u) for u in near), t) for t, c in code if c not in (e['near_miss'], e['code']) and t <= e['query'])
+            if near and len(other) >= len(near):                  # else the event has no control and counts for nothing
+                x[3, near], x[4, [t for _, t in other[:len(near)]]] = True, True
+    return torch.from_numpy(out)
+
+
+class EarlySites:
+    """The probe that asks for a code before the trace names it (METHOD.md, Early elicitation): `ids` are appended to a
+    trace that is cut; what follows is scored over the first tokens of all codes in that context."""
+
+    def __init__(self, finder):
+        self.task = finder.task
+        text = self.task.prompt.get('probe', ' (code: ')
+        self.trie = finder.trie(text, '')
+        ids, offs = spans(finder.enc.tok, [text + self.task.codes[0]])[0]
+        shared = os.path.commonprefix(self.trie.seqs) if len(self.trie.seqs) > 1 else []      # tokens that every code opens with
+        self.depth = len(shared)
+        self.ids = [i for i, (_, e) in zip(ids, offs) if e <= len(text)] + list(shared)
+        self.tokens = sorted({s[self.depth] for s in self.trie.seqs if len(s) > self.depth})
+
+    def decision(self, code):
+        """(target, own, foils) token ids of a code's region at the probe; None where no first token parts its region."""
+        i = self.task.index[code]
+        if len(self.trie.seqs[i]) <= self.depth:
+            return None
+        tokens, region = list(self.trie.path(i))[self.depth]
+        own = np.unique(tokens[region == self.task.region[i]])
+        foils = np.setdiff1d(tokens, own)
+        return (self.trie.seqs[i][self.depth], own.tolist(), foils.tolist()) if len(foils) else None
+
+    @torch.no_grad()
+    def logits(self, model, past, cuts):
+        """(R, tokens) logits after the probe, appended to the sequence of `past` cut before position cuts[r] (R,)."""
+        cuts, S, device = torch.as_tensor(cuts), len(self.ids), model.device
+        memory = {l: [x.new_zeros(len(cuts), x.shape[1], S, x.shape[3]) for x in kv] for l, kv in past[-1].items()}
+        own_pos = torch.full((len(cuts), S), -1)
+        for j, t in enumerate(self.ids):
+            own_pos[:, j] = cuts + j
+            with Probe(model, past=past, rows=cuts + j, limit=cuts, memory=(memory, own_pos), head=(None, torch.tensor(self.tokens))):
+                out = model(input_ids=torch.full((1, len(cuts)), t, device=device), position_ids=(cuts + j)[None].to(device), use_cache=False).logits[0]
+        return out.float().cpu()
+
+    def site(self, model, prefix, kv, ids, cut, **probe):
+        """One cut trace as a sequence of its own: (ids, segments, Probe). prefix, kv: segments of the whole sequence ids."""
+        P = sum(s[0][0].shape[2] for s in prefix)
+        past = [*prefix, {l: tuple(x[:, :, :cut - P] for x in s) for l, s in kv.items()}]
+        probe = silent(model, self.ids, past, **probe)
+        return [*ids[:cut], *self.ids], [*past, probe.kv], probe
+
 # ------------------------------------------------------------------------------------------------ the probe
 
 def causal(q, k, v, start, scale, softcap=None, window=None):
@@ -604,20 +692,21 @@ def causal(q, k, v, start, scale, softcap=None, window=None):
     return torch.cat(out, 2)
 
 
-def attend(q, k, v, pos, own_k, own_v, own_pos, scale, softcap=None, window=None, blocked=None, weights=False):
+def attend(q, k, v, pos, own_k, own_v, own_pos, scale, softcap=None, window=None, blocked=None, weights=False, limit=None):
     """Attention of R rows. q (R,H,D) at positions pos (R,); all share keys k, v (K,P,D) at positions 0..P-1, of which a
-    row sees those before pos; own_k, own_v (R,K,S,D) at own_pos (R,S) (-1: empty) are the row's alone.
+    row sees those before limit (default: pos); own_k, own_v (R,K,S,D) at own_pos (R,S) (-1: empty) are the row's alone.
     blocked: None or (heads (R,H) bool, keys (R,P) bool): scores of -inf there. Returns z (R,H,D), and with weights the
     attention (R,H,P+S) in fp32, exactly 0 outside what a row sees."""
     R, H, D = q.shape
     K, P = k.shape[:2]
     G, S = H // K, own_k.shape[2]
+    limit = pos if limit is None else limit
     order = torch.argsort(pos, stable=True)
     step = max(1, SCORE_BUDGET * (64 if q.is_cuda else 1) // (H * (P + S)))
     zs, ws = [], []
     for part in order.split(step):                                # rows of near positions share a block of keys
-        n, at = len(part), pos[part]
-        hi = min(P, int(at.max()))
+        n, at, end = len(part), pos[part], limit[part]
+        hi = min(P, int(end.max()))
         lo = 0 if window is None else max(0, min(hi, int(at.min()) - window + 1))
         qq = (q[part] * scale).view(n, K, G, D)
         s = (qq.permute(1, 0, 2, 3).reshape(K, n * G, D) @ k[:, lo:hi].transpose(1, 2)).view(K, n, G, hi - lo).float()
@@ -625,7 +714,7 @@ def attend(q, k, v, pos, own_k, own_v, own_pos, scale, softcap=None, window=None
         if softcap:
             s, o = softcap * torch.tanh(s / softcap), softcap * torch.tanh(o / softcap)
         col, op = torch.arange(lo, hi, device=q.device), own_pos[part]
-        hide, ohide = col >= at[:, None], (op < 0) | (op > at[:, None])                       # (n,s), (n,S)
+        hide, ohide = col >= end[:, None], (op < 0) | (op > at[:, None])                       # (n,s), (n,S)
         if window is not None:
             hide, ohide = hide | (col <= at[:, None] - window), ohide | (op <= at[:, None] - window)
         if hide.any():
@@ -653,8 +742,10 @@ class Probe:
     past        list of segments {layer: (k, v)}, each (1,K,t,D): keys shared by every query, never written to
     keep_kv     capture the pass's own keys and values as a segment: probe.kv
     z_at        flat positions (b*T+t) whose z is captured: probe.z[layer] (n,H,D)
-    attn_at     {layer: (b, positions (n,))}... see attention rows in distill; probe.attn[layer] (n,H,P+T)
+    attn_at     (b (n,), t (n,)) queries whose attention is captured, in attn_layers or all: probe.attn[layer] (n,H,P+T) fp32
+    attn_map    a function of it, stored in its place (to keep sums over spans, not rows of T)
     rows        positions (R,) of rows: the tokens of this forward see `past` before them and themselves, nothing else
+    limit       with rows: (R,) a row sees `past` before limit in place of its position (a trace that is cut there)
     memory      with rows: (segment {layer: [k, v]} of (R,K,S,D) buffers, own_pos (R,S)) a row's own past (decoding)
     edit        (mask (R,L,H) bool, bank (N,L,H,D), index (R,)): z of the masked heads is set to bank[index]
     blocked     (mask (R,L,H) bool, keys (R,P) bool): those heads do not see those keys
@@ -665,7 +756,7 @@ class Probe:
     """
     active = None
 
-    def __init__(self, model, past=(), keep_kv=False, z_at=None, attn_at=None, attn_layers=None, rows=None, memory=None,
+    def __init__(self, model, past=(), keep_kv=False, z_at=None, attn_at=None, attn_layers=None, attn_map=None, rows=None, limit=None, memory=None,
                  edit=None, edit_at=None, blocked=None, delta=None, restart=None, head=None):
         self.__dict__.update({k: v for k, v in locals().items() if k != 'self'})
         self.kv, self.z, self.attn, self.modules, self.shapes = {}, {}, {}, [], []
@@ -737,7 +828,8 @@ class Probe:
                 v = torch.cat([*(s[l][1].expand(B, -1, -1, -1) for s in self.past), v], 2)
             z = causal(q, k, v, P, scale, softcap, window).transpose(1, 2)                     # (B,T,H,D)
             if self.attn_at is not None and (self.attn_layers is None or l in self.attn_layers):
-                self.attn[l] = self.attention_rows(q, k, v, P, scale, softcap, window)
+                w = self.attention_rows(q, k, v, P, scale, softcap, window)
+                self.attn[l] = self.attn_map(w) if self.attn_map else w
         else:
             z = self.rows_attention(l, q, k, v, scale, softcap, window)[None]
         flat = z.reshape(B * T, H, -1)
@@ -782,10 +874,11 @@ class Probe:
         blocked = None
         if self.blocked is not None and self.blocked[0][:R, l].any():
             blocked = (self.blocked[0][:R, l].to(q.device), self.blocked[1][:R].to(q.device))
+        limit = None if self.limit is None else self.limit[:R].to(q.device)
         want = self.attn_at is not None and (self.attn_layers is None or l in self.attn_layers)
-        z, w = attend(q[0].transpose(0, 1), sk, sv, pos, own_k, own_v, own_pos, scale, softcap, window, blocked, want)
+        z, w = attend(q[0].transpose(0, 1), sk, sv, pos, own_k, own_v, own_pos, scale, softcap, window, blocked, want, limit)
         if want:
-            self.attn[l] = w
+            self.attn[l] = self.attn_map(w) if self.attn_map else w
         return z
 
 
@@ -950,11 +1043,11 @@ def attribution(model, past, ids, events, z, mu, ig=0, how='max'):
     return (g.view(E, ig, L, H, D).mean(1) * (z - mu)).sum(-1)
 
 
-def loo_means(z, events, discovery):
+def loo_means(z, events, discovery, every=PHASES):
     """mean(note, phase) -> mu (L,H,D): mean of z (E,L,H,D) over the phase's events in discovery notes other than `note`;
     each event counts once (METHOD.md). Raises Fault where fewer than two other notes have such events. Also returns the
     phases with events in at least three discovery notes, where every such mean exists."""
-    total = {p: {} for p in PHASES}
+    total = {p: {} for p in every}
     for e, x in zip(events, z):
         if e['id'] in discovery:
             s, n = total[e['phase']].get(e['id'], (0, 0))
@@ -966,7 +1059,7 @@ def loo_means(z, events, discovery):
         if len(total[phase]) - (note in total[phase]) < 2:
             raise Fault(f'{phase}: the mean for note {note} needs events in at least 2 other discovery notes')
         return ((whole_sum[phase][0] - own_sum) / (whole_sum[phase][1] - own_n)).float()
-    return mean, [p for p in PHASES if len(total[p]) > 2]
+    return mean, [p for p in every if len(total[p]) > 2]
 
 # ------------------------------------------------------------------------------------------------ what a stage left
 
@@ -1007,24 +1100,36 @@ def by_note(values, notes):
     return ids, out, np.bincount(at, minlength=len(ids))
 
 
-def ratio_interval(num, den, seed=0, draws=2000):
-    """sum(num) / sum(den) over notes (N,) with a 95 % percentile bootstrap over notes: (value, low, high). A denominator
-    whose own 95 % interval holds zero is near zero: (None, None, None), never divided by."""
+def resamples(n, seed, draws=2000):
+    """(draws, n) indices: notes drawn with replacement."""
+    return np.random.default_rng(seed).integers(0, n, (draws, n))
+
+
+def interval(boot, n):
+    """95 % interval of a bootstrap distribution over n notes: percentiles widened for small n, as a t interval is against
+    a normal one (Hesterberg 2015, The American Statistician 69(4), expanded percentile interval). (low, high)."""
+    from scipy.stats import norm, t
+    a = 2.5 if n < 2 else 100 * norm.cdf((n / (n - 1)) ** 0.5 * t.ppf(0.025, n - 1))
+    return tuple(float(x) for x in np.nanpercentile(boot, [a, 100 - a]))
+
+
+def ratio_interval(num, den, seed=0):
+    """sum(num) / sum(den) over notes (N,) with a 95 % bootstrap interval over notes: (value, low, high). A denominator
+    whose own interval holds zero is near zero: (None, None, None), never divided by."""
     num, den = np.asarray(num, float), np.asarray(den, float)
     if not len(num):
         return None, None, None
-    pick = np.random.default_rng(seed).integers(0, len(num), (draws, len(num)))
+    pick = resamples(len(num), seed)
     n, d = num[pick].sum(1), den[pick].sum(1)
-    low, high = np.percentile(d, [2.5, 97.5])
+    low, high = interval(d, len(num))
     if low <= 1e-6 and high >= -1e-6:
         return None, None, None
-    d = np.where(d == 0, np.nan, d)
-    return float(num.sum() / den.sum()), *(float(x) for x in np.nanpercentile(n / d, [2.5, 97.5]))
+    return float(num.sum() / den.sum()), *interval(n / np.where(d == 0, np.nan, d), len(num))
 
 
-def mean_interval(x, seed=0, draws=2000):
+def mean_interval(x, seed=0):
     """Mean over notes of per-note means x (N,), 95 % bootstrap interval over notes; None where there are no notes."""
-    return ratio_interval(x, np.ones(len(x)), seed, draws)
+    return ratio_interval(x, np.ones(len(x)), seed)
 
 
 def wilson(k, n):

@@ -11,8 +11,8 @@ import pathlib
 
 import numpy as np
 
-from common import (PHASES, Fault, answer_codes, by_note, common_args, knockin_summary, load_heads, load_task, load_traces,
-                    mean_interval, private_dir, ratio_interval, read_events, read_jsonl, write_jsonl, write_text)
+from common import (PHASES, Fault, answer_codes, by_note, common_args, interval, knockin_summary, load_heads, load_task, load_traces,
+                    mean_interval, private_dir, ratio_interval, read_events, read_jsonl, resamples, write_jsonl, write_text)
 
 CLAIMS = {1: 'each decision is a token-level event scored by its own margin', 2: 'null calibration discounts generic heads',
           3: 'attribution points at causal heads', 4: 'the head set is small', 5: 'it is global', 6: 'it is phase-structured', 7: 'it is necessary',
@@ -52,11 +52,16 @@ def scores(task, traces, split):
         t, den = tp[pick].sum(0), 2 * tp[pick].sum(0) + fp[pick].sum(0) + fn[pick].sum(0)
         f = 2 * t[den > 0] / den[den > 0]
         return f.mean() if len(f) else 0.0, f.sum() / C
-    every = [macro(p) for p in np.random.default_rng(0).integers(0, len(ids), (1000, len(ids)))]
+    every = [macro(p) for p in resamples(len(ids), 0, 1000)]
     for k, name in enumerate(('macro', 'macro_all_labels')):
-        out[name] = (float(macro(np.arange(len(ids)))[k]), *np.percentile([e[k] for e in every], [2.5, 97.5]).tolist())
+        out[name] = (float(macro(np.arange(len(ids)))[k]), *interval([e[k] for e in every], len(ids)))
     out['counts'] = {i: (2.0 * t, 2.0 * t + a + b) for i, t, a, b in zip(ids, per_note(tp), per_note(fp), per_note(fn))}
     return out
+
+
+def tensor_file(path):
+    from safetensors.numpy import load_file
+    return load_file(path) if path.exists() else {}
 
 
 def split_half(run, sets, discovery, seed, draws=200):
@@ -88,8 +93,8 @@ def split_half(run, sets, discovery, seed, draws=200):
 
 
 def reasoner_claims(task, run, seed):
-    """Rows for claims 1-8 of one run folder."""
-    from scipy.stats import spearmanr
+    """Rows for claims 1-12 of one run folder."""
+    from scipy.stats import hypergeom, spearmanr
     rows = []
 
     def add(claim, name, x, holds, source, n=0, **more):
@@ -110,7 +115,7 @@ def reasoner_claims(task, run, seed):
 
     heads, used = jsonl(run / 'heads.jsonl'), len({e['id'] for e in events if e['id'] in discovery and e['margin'] > 0})
     if not any(sets.values()):
-        for c in range(2, 9):
+        for c in range(2, 13):
             add(c, CLAIMS[c], None, None, 'heads.jsonl', reason='not computed: nothing was selected')
         return rows
     fell = {}
@@ -120,25 +125,23 @@ def reasoner_claims(task, run, seed):
         fell[p] = [f'{h["layer"]}.{h["head"]}' for h in raw if not h['selected']]
     add(2, 'heads of the raw top that calibration removes', sum(map(len, fell.values())), any(fell.values()), 'heads.jsonl', used, heads=fell)
 
-    effect = None
-    if (run / 'ablation.safetensors').exists():
-        from safetensors.numpy import load_file
-        effect = load_file(run / 'ablation.safetensors')['effect']
+    t = tensor_file(run / 'ablation.safetensors')
     for p in PHASES:
-        use = np.array([e['phase'] == p and e['id'] in test and e['margin'] > 0 for e in events], bool)
-        if effect is not None:
-            use &= ~np.isnan(effect[:, 0, 0])
-        if effect is None or not use.any():
-            add(3, f'Spearman, {p}', None, None, 'ablation.safetensors', reason='not computed: ablate.py has not run, or no such event')
-            continue
-        who = [e['id'] for e, u in zip(events, use) if u]
-        _, a, n = by_note(tensors['attribution'].numpy()[use].reshape(use.sum(), -1), who)
-        _, x, _ = by_note(effect[use].reshape(use.sum(), -1), who)
-        a, x = a / n[:, None], x / n[:, None]
-        rho = lambda pick: float(spearmanr(a[pick].mean(0), x[pick].mean(0)).statistic)
-        boot = [rho(b) for b in np.random.default_rng(seed).integers(0, len(n), (500, len(n)))]
-        low, high = np.nanpercentile(boot, [2.5, 97.5]).tolist()
-        add(3, f'Spearman, {p}', (rho(np.arange(len(n))), low, high), low > 0.5, 'ablation.safetensors', len(n))
+        for key, a in (('effect', tensors['attribution'].numpy()), ('attribution_ig', t.get('attribution_ig'))):
+            use = np.array([e['phase'] == p and e['id'] in test and e['margin'] > 0 for e in events], bool)
+            if key in t:
+                use &= ~np.isnan(t['effect'][:, 0, 0]) & ~np.isnan(a[:, 0, 0])
+            if key not in t or not use.any():
+                if key == 'effect':
+                    add(3, f'Spearman, {p}', None, None, 'ablation.safetensors', reason='not computed: ablate.py has not run, or no such event')
+                continue
+            who = [e['id'] for e, u in zip(events, use) if u]
+            _, a, n = by_note(a[use].reshape(use.sum(), -1), who)
+            _, x, _ = by_note(t['effect'][use].reshape(use.sum(), -1), who)
+            a, x = a / n[:, None], x / n[:, None]
+            rho = lambda pick: float(spearmanr(a[pick].mean(0), x[pick].mean(0)).statistic)
+            low, high = interval([rho(b) for b in resamples(len(n), seed, 500)], len(n))
+            add(3, f'Spearman, {p}' + ('' if key == 'effect' else ' (integrated gradients)'), (rho(np.arange(len(n))), low, high), low > 0.5, 'ablation.safetensors', len(n))
     limit = 0.35 if L * H < 50 else 0.15
     for p in PHASES:
         if sets[p]:
@@ -175,10 +178,80 @@ def reasoner_claims(task, run, seed):
             quiet = s['same'][0] is not None and s['same'][0] <= 0.1
             add(8, f'knock-in, {p}: notes above their controls', s['pass'], s['pass'][1] is not None and s['pass'][1] >= 0.9 and quiet, 'knockin.jsonl', s['n'],
                 ratio=s['recovery'], same_answer=s['same'], reason='no control: too few heads outside the set')
+    # ---- 9, 10: families
+    families, read, chosen = jsonl(run / 'families.jsonl'), tensor_file(run / 'reading.safetensors'), {}
+    for kind, p in (('region reader', 'coarse'), ('look-back', 'contrast')):
+        heads = chosen[kind] = [(r['layer'], r['head']) for r in families if r['family'] == kind]
+        use = np.flatnonzero([e['phase'] == p and e['id'] in test and e['margin'] > 0 for e in events])
+        if len(use) and p == 'contrast':
+            use = use[read['count'][use, 3] > 0]
+        if not heads or not len(use):
+            add(9, f'{kind} heads', None, None, 'families.jsonl', reason='not computed: no such head' if not heads else 'not computed: no such event')
+            continue
+        m, count = sum(read['mass'][use, l, h] for l, h in heads).astype(float) / len(heads), read['count'][use]
+        who = [events[i]['id'] for i in use]
+        if kind == 'look-back':
+            x = by_note(m[:, 3] - m[:, 4], who)
+            x = mean_interval(x[1] / x[2], seed)
+        else:
+            x = ratio_interval(by_note(m[:, 0], who)[1], by_note(m[:, 1] * count[:, 0] / np.maximum(count[:, 1], 1), who)[1], seed)
+        add(9, {'look-back': 'look-back: attention on the near-miss minus on others', 'region reader': 'region readers: lift of the own region'}[kind], x,
+            x[0] is not None and x[1] > (0 if kind == 'look-back' else 1), 'reading.safetensors', len(set(who)), heads=[f'{l}.{h}' for l, h in heads])
+    if all(chosen.values()):
+        a, b = (set(x) for x in chosen.values())
+        chance = float(hypergeom.sf(len(a & b) - 1, L * H, len(a), len(b)))
+        add(9, 'heads in both families', len(a & b), chance > 0.05, 'families.jsonl', used, p_value=chance, sizes=[len(a), len(b)])
+    for r in jsonl(run / 'sets.jsonl'):
+        if r['kind'] in ('block', 'residual', 'random span'):
+            add(10, f'{r["kind"]} / ablation, {r["set"]}', (r['value'], r['low'], r['high']), None if r['value'] is None else r['value'] >= 0.8 if r['kind'] == 'block' else r['value'] <= 0.2,
+                'sets.jsonl', r['n'], mass=r['mass'], control_mass=r['control_mass'])
+
+    # ---- 11, 12: early elicitation, at the cut chosen on discovery notes
+    early = jsonl(run / 'early.jsonl')
+    k = next((r['k'] for r in early if r['site'] is not None), None)
+    at = [r for r in early if r['k'] == k and r['id'] in test]
+    for base, name in (('note_margin', 'the note alone'), ('matched_margin', 'before any mention')):
+        both = [r for r in at if r[base] is not None]
+        if both:
+            x = by_note([[float(r['margin'] > 0), (r['margin'] > 0) - float(r[base] > 0)] for r in both], [r['id'] for r in both])
+            own, x = x[1][:, 0] / x[2], mean_interval(x[1][:, 1] / x[2], seed)
+            add(11, f'region right {k} tokens early, minus {name}', x, x[1] > 0, 'early.jsonl', len(own), accuracy=float(own.mean()))
+    early_heads = [(r['layer'], r['head']) for r in jsonl(run / 'early_heads.jsonl') if r['selected']]
+    causal, coarse = tests.get(('necessity', 'early', 'early')), sets['coarse']
+    if early_heads and coarse:
+        x = len(set(early_heads) & set(coarse))
+        chance = float(hypergeom.sf(x - 1, L * H, len(early_heads), len(coarse)))
+        add(12, 'early heads that are coarse heads', x, chance > 0.05, 'early_heads.jsonl', used, p_value=chance, size=len(early_heads))
+        x = float(np.median([l for l, _ in early_heads]) - np.median([l for l, _ in coarse]))
+        add(12, 'median layer, early minus coarse', x, x < 0, 'early_heads.jsonl', used)
+        asked, note = jsonl(run / 'early_sites.jsonl'), tensor_file(run / 'early.safetensors')['note']
+        share = {}
+        for part, rows_, get in ((0, asked, lambda i: np.mean([note[i, l, h] for l, h in early_heads])), (1, events, lambda i: np.mean([read['mass'][i, l, h, 2] for l, h in coarse]))):
+            for i, e in enumerate(rows_):
+                if e['id'] in test and e['phase'] in ('early', 'coarse'):
+                    share.setdefault(e['id'], ([], []))[part].append(get(i))
+        x = mean_interval([np.mean(a) - np.mean(b) for a, b in share.values() if a and b], seed)
+        add(12, 'attention on the note, early minus coarse', x, x[0] is not None and x[1] > 0, 'early.safetensors', len(share))
+    if causal:
+        add(12, 'drop of the early margin when early heads are ablated', (causal['drop'], causal['drop_low'], causal['drop_high']), causal['drop_low'] > 0, 'sets.jsonl', causal['n'],
+            share=causal['value'], control_95=float(np.percentile(causal['controls'], 95)) if causal['controls'] else None, unit='logits of margin')
+    for c in (9, 10, 11, 12):
+        if not any(r['claim'] == c for r in rows):
+            add(c, CLAIMS[c], None, None, 'early.jsonl' if c > 10 else 'families.jsonl', reason='not computed: ' + ('no such head' if c in (9, 10, 12) else 'the region is nowhere elicited, or no codes'))
     for c in (6, 7, 8):
         if not any(r['claim'] == c for r in rows):
             add(c, CLAIMS[c], None, None, 'sets.jsonl', reason='not computed: no set test of that kind')
     return rows
+
+
+def recurrence(rows, first, second):
+    """Claim 13: of the claims 1-12 that the first reasoner shows (every row of it holds), how many the second shows too."""
+    shown = lambda who: {c for c in range(1, 13) for x in [[r['holds'] for r in rows if r['claim'] == c and r['model'] == who and r['value'] is not None]] if x and all(x)}
+    a, b = shown(first), shown(second)
+    if not a:
+        return []
+    return [{'claim': 13, 'name': f'claims of {first} that {second} shows too', 'model': second, 'value': len(a & b) / len(a), 'low': None, 'high': None, 'n': len(a), 'holds': a <= b,
+             'from': 'evaluation.jsonl', 'shown_first': sorted(a), 'shown_both': sorted(a & b)}]
 
 
 def student_table(task, runs):
@@ -208,11 +281,10 @@ def paired(a, b, stat, seed, draws=2000):
     notes = sorted(set().union(*a, *b))
     m = lambda xs: np.array([[sum(x.get(i, (0, 0))[k] for x in xs) for i in notes] for k in (0, 1)], float)
     A, B = m(a), m(b)
-    rng = np.random.default_rng(seed)
     f = lambda p: stat(*A[:, p].sum(1), *B[:, p].sum(1))
     value = f(np.arange(len(notes)))
-    boot = [x for x in (f(rng.integers(0, len(notes), len(notes))) for _ in range(draws)) if x is not None]
-    return (None,) * 3 if value is None or not boot else (float(value), *(float(x) for x in np.percentile(boot, [2.5, 97.5])))
+    boot = [x for x in map(f, resamples(len(notes), seed, draws)) if x is not None]
+    return (None,) * 3 if value is None or not boot else (float(value), *interval(boot, len(notes)))
 
 
 def student_claims(students, seed):
@@ -247,17 +319,17 @@ def student_claims(students, seed):
 # ------------------------------------------------------------------------------------------------ figures
 
 def figures(task, runs, students, folder):
-    """PNG figures; returns their captions {file: caption}. No note text is drawn."""
+    """PNG and PDF figures; returns their captions {png: caption}. No note text is drawn."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
     from safetensors.numpy import load_file
-    plt.rcParams.update({'font.size': 9, 'figure.dpi': 150, 'axes.spines.top': False, 'axes.spines.right': False})
+    plt.rcParams.update({'font.size': 9, 'figure.dpi': 150, 'axes.spines.top': False, 'axes.spines.right': False, 'pdf.fonttype': 42})
     captions = {}
 
     def save(fig, name, caption):
-        fig.savefig(folder / f'{name}.png', bbox_inches='tight')
+        for kind in ('png', 'pdf'):
+            fig.savefig(folder / f'{name}.{kind}', bbox_inches='tight', metadata={'CreationDate': None} if kind == 'pdf' else None)
         plt.close(fig)
         captions[f'{name}.png'] = caption
 
@@ -285,23 +357,75 @@ def figures(task, runs, students, folder):
                 ax.set_xticks(range(0, H, 1 if H < 12 else 4))
                 ax.set_yticks(range(0, L, 1 if L < 12 else 5))
             save(fig, f'heads-{run.name}', f'{run.name}: mean drop in margin when one head is mean-ablated at the event, all measured notes; rings: the selected set.')
-        selection = [s for s in jsonl(run / 'selection.jsonl') if s['recovery'] is not None]
-        if selection:
-            fig, ax = plt.subplots(figsize=(4.4, 3), layout='constrained')
-            for p in PHASES:
-                s = [x for x in selection if x['phase'] == p]
-                if s:
-                    k = [x['size'] for x in s]
-                    ax.plot(k, [x['recovery'] for x in s], color=COLOURS[p], marker='o', ms=3, label=f'{p} (n = {s[0]["n"]} notes)')
-                    ax.fill_between(k, [x['low'] for x in s], [x['high'] for x in s], color=COLOURS[p], alpha=0.2, linewidth=0)
-            ax.axhline(0.8, color='grey', lw=0.8, ls='--')
-            ax.set_ylim(min(0, ax.get_ylim()[0]), max(1, ax.get_ylim()[1]))
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-            ax.set_xlabel('heads kept (top of the calibrated ranking)')
-            ax.set_ylabel('keep-only recovery (share of margin)')
-            ax.legend(frameon=False, fontsize=8)
-            save(fig, f'recovery-{run.name}', f'{run.name}: keep-only recovery against set size on discovery notes, 95 % interval over notes; dashed: the 80 % that a set must reach.')
-        tests = {(r['set'], r['phase']): r for r in jsonl(run / 'sets.jsonl') if r['kind'] == 'necessity' and r['value'] is not None}
+        records = jsonl(run / 'sets.jsonl')
+        curve = [r for r in records if r['kind'] == 'curve' and r['value'] is not None]
+        if curve:
+            shown = [p for p in PHASES if any(r['phase'] == p for r in curve)]
+            fig, axes = plt.subplots(1, len(shown), figsize=(2.9 * len(shown), 2.7), layout='constrained', sharey=True, squeeze=False)
+            for ax, p in zip(axes[0], shown):
+                r = [r for r in curve if r['phase'] == p]
+                k = [x['size'] for x in r]
+                ax.plot(k, [x['value'] for x in r], color=COLOURS[p], marker='o', ms=3, label='top of the ranking')
+                ax.fill_between(k, [x['low'] for x in r], [x['high'] for x in r], color=COLOURS[p], alpha=0.25, linewidth=0)
+                band = [(x['size'], *np.percentile(x['controls'], [2.5, 50, 97.5])) for x in r if x['controls']]
+                if band:
+                    x, low, mid, high = zip(*band)
+                    ax.plot(x, mid, color='grey', lw=1, label='random, same layers')
+                    ax.fill_between(x, low, high, color='grey', alpha=0.2, linewidth=0)
+                ax.axhline(0.8, color='black', lw=0.8, ls='--')
+                if load_heads(run)[p]:
+                    ax.axvline(len(load_heads(run)[p]), color='black', lw=0.8, ls=':')
+                ax.set_xscale('log', base=2)
+                ax.set_xticks(k, k, fontsize=7)
+                ax.minorticks_off()
+                ax.set_title(f'{p} (n = {r[0]["n"]} notes)', fontsize=9)
+                ax.set_xlabel('heads kept')
+            axes[0, 0].set_ylabel('keep-only recovery (share of margin)')
+            axes[0, 0].legend(frameon=False, fontsize=7)
+            save(fig, f'recovery-{run.name}', f'{run.name}: keep-only recovery against set size on held-out notes, 95 % interval over notes; grey: random sets of the same layers, median and 95 % of {len(curve[0]["controls"])}; dashed: the 80 % asked for on discovery notes; dotted: the selected size.')
+        own = [r for r in records if r['kind'] in ('necessity', 'keep-only') and r['set'] == r['phase'] and 'edge' in r]
+        if own:
+            fig, axes = plt.subplots(1, len(own), figsize=(2.4 * len(own), 2.7), layout='constrained', squeeze=False)
+            for ax, r in zip(axes[0], own):
+                ids = sorted(r['notes'], key=r['notes'].get)
+                ax.plot([r['edge'][i] for i in ids], range(len(ids)), '.', color='grey', ms=3, label='95 % of random sets')
+                ax.plot([r['notes'][i] for i in ids], range(len(ids)), '.', color=COLOURS[r['phase']] if r['phase'] in COLOURS else '#CC79A7', ms=4, label='the set')
+                ax.axvline(0, color='black', lw=0.6)
+                ax.set_title(f'{r["kind"]}, {r["phase"]}\n{r["pass"]:.2f} of {r["n"]} notes above', fontsize=8)
+                ax.set_xlabel('drop (logits)' if r['kind'] == 'necessity' else 'recovered (logits)', fontsize=8)
+            axes[0, 0].set_ylabel('held-out note (sorted)')
+            axes[0, 0].legend(frameon=False, fontsize=6)
+            save(fig, f'notes-{run.name}', f'{run.name}: note by note, mean over a note\'s events: what ablating the set costs (necessity) and what the set alone recovers (keep-only), beside the 95th percentile of its random sets of the same size and layers.')
+        early = jsonl(run / 'early.jsonl')
+        if early:
+            fig, ax = plt.subplots(figsize=(4.2, 2.9), layout='constrained')
+            test, ks = set(task.ids('test')), sorted({r['k'] for r in early})
+            for key, label, colour in (('margin', 'trace cut k tokens before the code', '#0072B2'), ('note_margin', 'note alone', '#E69F00'), ('matched_margin', 'cut before any mention', '#999999')):
+                line = []
+                for k in ks:
+                    x = by_note([float(r[key] > 0) for r in early if r['k'] == k and r['id'] in test and r[key] is not None], [r['id'] for r in early if r['k'] == k and r['id'] in test and r[key] is not None])
+                    line.append((k, *mean_interval(x[1] / x[2]), len(x[2])) if len(x[2]) else (k, *[np.nan] * 3, 0))
+                x, y, low, high, n = zip(*line)
+                ax.plot(x, y, color=colour, marker='o', ms=3, label=f'{label} (n = {min(n)}-{max(n)} notes)')
+                ax.fill_between(x, np.array(low, float), np.array(high, float), color=colour, alpha=0.2, linewidth=0)
+            ax.set_xlabel('k, tokens before the code')
+            ax.set_ylabel('region right (share of mentions)')
+            ax.set_ylim(-0.02, 1.02)
+            ax.legend(frameon=False, fontsize=7)
+            save(fig, f'early-{run.name}', f'{run.name}: how often the right region wins when the trace is cut k tokens before a code and the probe is appended, held-out notes, 95 % interval over notes.')
+        family = [r for r in jsonl(run / 'families.jsonl') if r['family']]
+        if family:
+            fig, axes = plt.subplots(1, 2, figsize=(6.4, 1.1 + 0.17 * max(sum(r['family'] == k for r in family) for k in ('region reader', 'look-back'))), layout='constrained')
+            for ax, kind, key, label, zero in ((axes[0], 'region reader', 'lift', 'attention on the own region over chance (lift)', 1), (axes[1], 'look-back', 'look_back', 'attention on the near-miss minus on others', 0)):
+                r = sorted((r for r in family if r['family'] == kind), key=lambda r: r[key])
+                for y, x in enumerate(r):
+                    ax.errorbar(x[key], y, xerr=[[max(0, x[key] - x[f'{key}_low'])], [max(0, x[f'{key}_high'] - x[key])]], fmt='o', ms=3, color=COLOURS[x['phase']], capsize=2)
+                ax.axvline(zero, color='black', lw=0.8, ls='--')
+                ax.set_yticks(range(len(r)), [f'{x["layer"]}.{x["head"]}' for x in r], fontsize=7)
+                ax.set_xlabel(label, fontsize=8)
+                ax.set_title(f'{kind} heads' + (f' (n = {r[0]["n"]} notes)' if r else ': none'), fontsize=9)
+            save(fig, f'families-{run.name}', f'{run.name}: the causal heads that read the candidate region (coarse) and the earlier near-miss (contrast), layer.head, discovery notes, 95 % interval over notes; dashed: chance.')
+        tests = {(r['set'], r['phase']): r for r in records if r['kind'] == 'necessity' and r['phase'] in PHASES and r['value'] is not None}
         if tests:
             grid = np.array([[tests[s, p]['value'] if (s, p) in tests else np.nan for p in PHASES] for s in PHASES])
             fig, ax = plt.subplots(figsize=(4.6, 3.4), layout='constrained')
@@ -349,6 +473,9 @@ def main():
                and json.loads((task.work / 'students' / r.name / 'manifest.json').read_text()).get('distill', {}).get('settings', {}).get('teacher')}
     reasoners = [r for r in runs if r.name not in trained or r.name == name]
     rows = [row for r in sorted(reasoners, key=lambda r: r.name != name) for row in reasoner_claims(task, r, args.seed)]
+    for r in reasoners:
+        if r.name != name:
+            rows += recurrence(rows, name, r.name)
     students = student_table(task, [r for r in runs if r.name in trained])
     rows += student_claims(students, args.seed)
     for c in CLAIMS:
@@ -368,6 +495,20 @@ def main():
     for r in rows:
         text.append(f'| {r["claim"]} | {r["name"]} | {r["model"]} | {f(r["value"]) if r["value"] is not None else r.get("reason", "not computed")} | '
                     f'{between(r) or "-"} | {r["n"]} | {verdict[r["holds"]]} |')
+    robust = [(r.name, x) for r in reasoners for x in jsonl(r / 'sets.jsonl') if '(' in x['kind'] or x['kind'] == 'exhaustive']
+    if robust:
+        text += ['\n## Robustness\n', 'The set tests again with zeros, another event\'s values (resample) or the log-sum-exp margin (lse); and the smallest sufficient set by exhaustive search.\n',
+                 '| model | test | phase | size | value | n |', '|---|---|---|---|---|---|']
+        for n, x in robust:
+            more = ''
+            if x['kind'] == 'exhaustive':
+                kept = '' if x['selected_recovery'] is None else f' and keeps {x["selected_recovery"]:.3f}'
+                more = f' (the selected set has {x["selected_size"]}{kept}; {x["subsets"]} subsets, {x["events"]} events)'
+            if x['value'] is None:
+                value = x.get('reason') or 'denominator near zero'
+            else:
+                value = f(x['value']) if x['low'] is None else span((x['value'], x['low'], x['high']))
+            text.append(f'| {n} | {x["kind"]} | {x["phase"]} | {f(x["size"])} | {value}{more} | {x["n"]} |')
     text += ['\n## Task scores of own traces, held-out notes\n', '| model | micro F1 | macro F1 (labels seen) | macro F1 (all labels) | precision | recall | n | truncated |', '|---|---|---|---|---|---|---|---|']
     for r in runs:
         s = scores(task, load_traces(r / 'traces.jsonl', task), 'test')

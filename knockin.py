@@ -26,7 +26,7 @@ def main():
     p = common_args(__doc__)
     p.add_argument('--split', default='test', help='split that recipients and donors come from')
     p.add_argument('--donors', type=int, default=1, help='donors of each recipient')
-    p.add_argument('--controls', type=int, default=100, help='random sets a recipient')
+    p.add_argument('--controls', type=int, default=200, help='random sets a recipient')
     p.add_argument('--size', type=int, default=0, help='knock in the top SIZE heads of each phase in place of the selected set')
     args = p.parse_args()
     opened = open_run(args, 'knockin', ('split', 'donors', 'controls', 'size'))

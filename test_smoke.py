@@ -37,8 +37,8 @@ def run(script, *args, ok=True):
 def toy(tmp_path_factory):
     """A work directory with a teacher trained for a moment, its students, and every stage run on them."""
     w = tmp_path_factory.mktemp('w') / 'toy'
-    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--episodes', 320)
-    run('distill.py', '--work', w, '--student', w / 'init/teacher', '--scratch', '--data', w / 'train/episodes.jsonl', '--name', 'teacher', '--precision', 'fp32', '--steps', 20, '--batch', 16)
+    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--train', 'short=320')
+    run('distill.py', '--work', w, '--student', w / 'init/teacher', '--scratch', '--data', w / 'train/short.jsonl', '--name', 'teacher', '--precision', 'fp32', '--steps', 20, '--batch', 16)
     run('characterize.py', '--work', w, '--model', w / 'students/teacher', '--traces', w / 'gold.jsonl')
     run('ablate.py', '--work', w, '--model', w / 'students/teacher', '--size', 3, '--controls', 20)
     run('knockin.py', '--work', w, '--model', w / 'students/teacher', '--size', 3, '--controls', 20)
@@ -71,8 +71,13 @@ def test_attribution_and_sweep_agree_in_sign(toy):
 
 def test_keep_only_and_controls(toy):
     sets = [json.loads(x) for x in open(toy / 'runs/teacher/sets.jsonl')]
-    for r in sets:
-        assert r['kind'] in ('necessity', 'keep-only') and r['n'] > 0 and r['size'] == 3
+    plain = [r for r in sets if r['kind'] in ('necessity', 'keep-only') and r['phase'] != 'early']
+    keep = {r['phase']: r['value'] for r in plain if r['kind'] == 'keep-only'}
+    curve = {r['phase']: r['value'] for r in sets if r['kind'] == 'curve' and r['size'] == 3}
+    assert keep and all(curve[p] == pytest.approx(v, abs=1e-5) for p, v in keep.items() if v is not None)     # one set, two kinds of test
+    assert {r['kind'] for r in sets} >= {f'{k} ({v})' for k in ('necessity', 'keep-only') for v in ('zero', 'resample', 'lse')}
+    for r in plain:
+        assert r['n'] > 0 and r['size'] == 3
         assert r['measurable'] == (abs(r['drop']) > r['drift'])   # fault 10
         assert r['value'] is None or r['low'] <= r['value'] <= r['high']
         if r['set'] == r['phase']:
@@ -172,7 +177,7 @@ def test_distil_both_arms_and_evaluate(toy):
 def test_a_model_with_nothing_to_find(tmp_path):
     """Random weights, six notes: a valid input. Its own traces are cut at the limit, so there are no events at all."""
     w = tmp_path / 'toy'
-    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'discovery=3,test=3', '--episodes', 1)
+    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'discovery=3,test=3', '--train', 'short=1')
     from transformers import AutoConfig, AutoModelForCausalLM
     import torch
     torch.manual_seed(0)

@@ -4,15 +4,17 @@
 
 A code is a region letter and a two-digit leaf (K17). The candidate list says, line by line, `qualifier finding code`;
 all codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in
-order, one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code. Where the
-note says `possible`, it first says `not`, another candidate of the region with its code (the near-miss), `but`, then its own.
+order, one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code; now and then
+the words are left out and the code follows the links. Where the note says `possible`, it first says `not`, another candidate of
+the region with its code (the near-miss), `but`, then its own.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
 drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
 
-Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/copy.jsonl and train/episodes.jsonl (for distill.py --data; episodes go from easy to hard), and the
-folders init/teacher and init/student: config.json and tokenizer of two families, no weights.
+Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/*.jsonl (the four lessons for
+distill.py --data, in order: copy, few, short, long) and the folders init/teacher and init/student: config.json and tokenizer
+of two families, no weights.
 """
 import argparse
 import json
@@ -29,15 +31,16 @@ NOISE = ('patient came with family after dinner walked slowly spoke about work g
          'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
 LINKS = 'seems to be read as'.split()                  # a trace takes the last 0 to 5 of them
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
-PROMPT = {'prefix': 'Candidates\n{list}', 'before_note': 'Note:', 'after_note': '\nTrace:', 'answer': 'Final codes:'}
+BARE = 0.0                                            # share of mentions whose code follows the links at once
+PROMPT = {'prefix': 'Candidates\n{list}', 'before_note': 'Note:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as'}
 
 
 def draw_list(rng, regions, leaves):
-    """{finding: {qualifier: code}}: `regions` findings with a letter each, `leaves` qualifiers with two digits each."""
+    """{finding: {qualifier: code}}: `regions` findings with a letter each, `leaves` (at most 10) qualifiers with two digits
+    each, of which the first is the leaf's own: one fine decision a code."""
     table = {}
     for finding, letter in zip(rng.sample(FINDINGS, regions), rng.sample(LETTERS, regions)):
-        digits = rng.sample(range(100), leaves)
-        table[finding] = {q: f'{letter}{d:02d}' for q, d in zip(rng.sample(QUALIFIERS, leaves), digits)}
+        table[finding] = {q: f'{letter}{d}{rng.randrange(10)}' for q, d in zip(rng.sample(QUALIFIERS, leaves), rng.sample(range(10), leaves))}
     return table
 
 
@@ -60,38 +63,40 @@ def draw_note(rng, table, mentions):
     return text + f' {rng.choice(NOISE)}', found
 
 
-def draw_trace(rng, table, found, links=len(LINKS)):
+def draw_trace(rng, table, found, links=len(LINKS), bare=BARE):
     text = ''
     for f, q, code, doubt, _, _ in found:
         near = rng.choice([x for x in table[f] if x != q]) if doubt else None
         text += f' {q} {f}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
-        text += (f' not {near} {f} {table[f][near]} but' if near else '') + f' {q} {f} {code}\n'
+        short = near is None and rng.random() < bare
+        text += (f' not {near} {f} {table[f][near]} but' if near else '') + ('' if short else f' {q} {f}') + f' {code}\n'
     return text + PROMPT['answer'] + ''.join(f' {code}' for _, _, code, _, _, _ in found)
 
 
-# up to this share of the episodes: regions and leaves of a list (lowest, highest), mentions of a note
-STAGES = ((0.40, (2, 3), (1, 2), (1, 2)), (0.55, (2, 4), (1, 3), (1, 3)), (0.75, (2, 7), (1, 5), (1, 3)), (0.88, (2, 10), (2, 6), (2, 4)),
-          (1.0, (6, 12), (4, 8), (2, 5)))
+# lessons of episodes: up to this share of one, regions and leaves of a list, mentions of a note (lowest, highest). Many mentions
+# behind one list are many decisions for one reading of it. Digits are learned on short lists, or not at all.
+SHORT = ((0.6, (2, 3), (1, 2), (1, 2)), (1.0, (2, 4), (1, 3), (1, 3)))
+LONG = ((0.25, (3, 5), (2, 3), (3, 5)), (0.5, (3, 8), (2, 5), (3, 8)), (0.7, (3, 12), (2, 7), (3, 10)), (1.0, (8, 12), (4, 8), (4, 12)))
 
 
-def episodes(rng, n):
-    """n episodes, each with its own list, from short lists to the task's size (STAGES), and from no linking word to all.
-    Sizes are mixed at every stage, so that a batch is never of one difficulty."""
+def episodes(rng, n, stages, links, bare=0.0):
+    """n episodes, each with its own list, from easy to hard. Sizes are mixed at every stage, so that a batch is never of
+    one difficulty. Linking words come in one by one: at most links * (share of the lesson), at most all."""
     for i in range(n):
-        regions, leaves, mentions = (rng.randint(*r) for r in next(s for s in STAGES if i < s[0] * n)[1:])
+        regions, leaves, mentions = (rng.randint(*r) for r in next(s for s in stages if i < s[0] * n)[1:])
         table = draw_list(rng, regions, leaves)
         note, found = draw_note(rng, table, mentions)
-        links = rng.randint(0, min(len(LINKS), int(12 * i / n)))
-        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': draw_trace(rng, table, found, links)}
+        trace = draw_trace(rng, table, found, min(len(LINKS), int(links * i / n)), bare if i > 0.7 * n else 0)
+        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': trace}
 
 
-def copies(rng, n):
+def copies(rng, n, few):
     """n random word sequences, each said again and again: what teaches a small transformer to copy by content. Periods are
-    mixed in every batch, so that no fixed distance does it; the second half draws each sequence from few words, so that the
-    word before is not enough and longer contexts must be matched."""
+    mixed in every batch, so that no fixed distance does it. few: each sequence is drawn from few words, so that the word
+    before is not enough and longer contexts must be matched."""
     every = FINDINGS + QUALIFIERS + NOISE + LINKS
-    for i in range(n):
-        pool = every if i < 0.5 * n else rng.sample(every, rng.randint(4, 12))
+    for _ in range(n):
+        pool = rng.sample(every, rng.randint(4, 12)) if few else every
         words = [rng.choice(pool) if rng.random() < 0.92 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
         yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(48 - len(words)))}
 
@@ -117,8 +122,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--copies', type=int, default=19200, help='records of train/copy.jsonl')
-    p.add_argument('--episodes', type=int, default=20800, help='records of train/episodes.jsonl')
+    p.add_argument('--train', default='copy=11200,few=9600,short=12800,long=4800', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -136,8 +140,10 @@ def main():
                           'evidence': [{'code': m[2], 'start': m[4], 'end': m[5]} for m in found]})
             gold.append({'id': notes[-1]['id'], 'completion': draw_trace(rng, table, found), 'codes': notes[-1]['codes'], 'truncated': False})
     private_dir(work / 'train')
-    write_jsonl(work / 'train' / 'copy.jsonl', copies(random.Random(f'copy {args.seed}'), args.copies))
-    write_jsonl(work / 'train' / 'episodes.jsonl', episodes(random.Random(f'episodes {args.seed}'), args.episodes))
+    for lesson, n in (s.split('=') for s in args.train.split(',')):
+        rng = random.Random(f'{lesson} {args.seed}')
+        records = copies(rng, int(n), lesson == 'few') if lesson in ('copy', 'few') else episodes(rng, int(n), SHORT, 3.2) if lesson == 'short' else episodes(rng, int(n), LONG, 12)
+        write_jsonl(work / 'train' / f'{lesson}.jsonl', records)
     words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
              PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer']]
@@ -152,8 +158,8 @@ def main():
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{q} {f}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
     write_text(work / 'prompt.json', json.dumps(PROMPT | {'prefix': prefix}, indent=1))
-    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), {args.copies} copy records, '
-          f'{args.episodes} episodes\nnext: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/copy.jsonl --name copy')
+    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), lessons of {args.train} records\n'
+          f'next: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/copy.jsonl --name copy')
 
 
 if __name__ == '__main__':
