@@ -751,7 +751,8 @@ class Probe:
     blocked     (mask (R,L,H) bool, keys (R,P) bool): those heads do not see those keys
     delta       (L,R,H,D) added to z after edits; its gradient is the gradient of z
     restart     (null (R,), first (R,)): rows join at layer first as copies of row null (rows sorted by first, nulls first)
-    head        (flat positions or None, token ids or None): the output head sees and scores only these
+    head        (flat positions or None, token ids or None): the output head sees and scores only these; token ids 'hidden':
+                it scores nothing, probe.hidden (n,C) is what it was to see
     edits address rows, or flat positions `edit_at` (n,) of a clean pass, one rule for both.
     """
     active = None
@@ -786,6 +787,10 @@ class Probe:
         def forward(hidden):                                      # (B,T,C) -> (1,n,U)
             if at is not None:
                 hidden = hidden.reshape(1, -1, hidden.shape[-1])[:, at.to(hidden.device)]
+            if isinstance(ids, str):                              # 'hidden': the head is applied by the caller
+                out.__dict__.pop('forward', None)
+                self.hidden = hidden[0]
+                return hidden[..., :1]
             if ids is None:
                 return type(out).forward(out, hidden)
             i = ids.to(out.weight.device)

@@ -9,10 +9,12 @@ P is the attention of a pool of heads at a decision event, averaged over heads a
 text, so that teacher and student may tokenize differently (METHOD.md, MISTILL). Only event rows of attention exist: E x T.
 The teacher is read once, its rows are kept in WORK/runs/TEACHER/rows/, and it is gone before the student trains.
 """
+import json
 import pathlib
 import re
 import shutil
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from tqdm import tqdm
 
-from common import (PHASES, Encoder, EventFinder, Fault, attribution, barrier, begin, common_args, finish, folder_hash, load_encoder, load_heads, load_model,
+from common import (PHASES, Encoder, EventFinder, Fault, Probe, attribution, barrier, begin, common_args, finish, folder_hash, load_encoder, load_heads, load_model,
                     load_task, load_tokenizer, load_traces, prefill, prefix_kv, private_dir, rank, read_jsonl, sha, silent, spans, world, write_tensors)
 
 # ------------------------------------------------------------------------------------------------ words
@@ -158,10 +160,10 @@ def student_pool(args, model, enc, task, traces, pools):
 
 # ------------------------------------------------------------------------------------------------ examples
 
-def load_examples(args, task, enc):
+def load_examples(args, task, enc, split=None):
     """(examples, traces). An example: ids (behind the prefix), n = first supervised token, text and events for MISTILL."""
-    examples, end = [], list(enc.eos[:1])
-    if args.data:
+    examples, end, split = [], list(enc.eos[:1]), split or args.split
+    if args.data and split == args.split:
         texts = [(f'{args.data}:{i}', r['prompt'], r['completion']) for i, r in read_jsonl(args.data, {'prompt': str, 'completion': str})]
         out = enc.tok([t for _, p, c in texts for t in (p, c)], add_special_tokens=False)['input_ids']
         front = enc.prefix[:enc.front]
@@ -169,7 +171,7 @@ def load_examples(args, task, enc):
         traces = {}
     else:
         path = pathlib.Path(args.traces) if args.traces else task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name / 'traces.jsonl'
-        traces = {i: t for i, t in load_traces(path, task).items() if task.notes[i]['split'] == args.split and not t['truncated']}
+        traces = {i: t for i, t in load_traces(path, task).items() if task.notes[i]['split'] == split and not t['truncated']}
         for i, t in list(traces.items())[:args.limit or None]:
             note = enc.note(task.notes[i])
             examples.append({'id': i, 'ids': note + enc.completion(t['completion'])[0] + end, 'n': len(note)})
@@ -178,7 +180,7 @@ def load_examples(args, task, enc):
             for e in examples:
                 e['ids'], e['n'] = enc.prefix + e['ids'], len(enc.prefix) + e['n']
     if not examples:
-        raise Fault(f'nothing to train on: no whole trace of split {args.split} (or an empty {args.data})')
+        raise Fault(f'nothing to train on: no whole trace of split {split} (or an empty {args.data})')
     start = 0 if args.data or args.prefix == 'full' else len(enc.prefix)
     for e in examples:
         if args.max_len and len(e['ids']) + start > args.max_len:
@@ -192,8 +194,9 @@ def map_events(teacher_events, enc, task, traces, start):
     """The student's decision for each of the teacher's, by the character at which the code diverges: sets q (position in
     the student's own sequence) or counts the event as not mapped. Two events of a phase in one student token count once."""
     found, lost, seen = {}, 0, set()
-    place = {}
-    for row, e in enumerate(teacher_events):
+    place, of = {}, {}
+    for e in teacher_events:
+        row = of[e['id']] = of.get(e['id'], -1) + 1               # its row in the note's tensor of teacher_rows
         if e['id'] not in place:
             ids, offs = enc.completion(traces[e['id']]['completion'])
             place[e['id']] = (offs, len(enc.note(task.notes[e['id']])) + (len(enc.prefix) if start == 0 else 0))
@@ -215,6 +218,122 @@ def batches(n, size, steps, seed, ordered):
     order = np.concatenate([np.random.default_rng((seed, epoch)).permutation(n) for epoch in range(steps * size // n + 1)])
     return order[:steps * size].reshape(steps, size).tolist()
 
+# ------------------------------------------------------------------------------------------------ one step
+
+CHUNK = 2 ** 26          # logits (positions x vocabulary) held at once; more are scored in chunks that backward recomputes
+
+
+@dataclass
+class Supervision:
+    """What MISTILL adds to a step: events {note: [(phase, query, row)]}, the student's pool {phase: heads}, the teacher's
+    pooled rows, and each note's token-to-word map (made when it is first seen)."""
+    lam: float = 0.0
+    events: dict = field(default_factory=dict)
+    pool: dict = field(default_factory=dict)
+    rows: object = None
+    mapper: object = None
+    task: object = None
+    traces: dict = field(default_factory=dict)
+
+    def count(self, batch):
+        return {p: sum(1 for e in batch for x in self.events.get(e['id'], ()) if x[0] == p) for p in PHASES}
+
+
+def head_post(model):
+    """What the model does to its head's output: x -> logits (soft cap or a scale), from its config."""
+    c = model.config.get_text_config()
+    cap, scale = getattr(c, 'final_logit_softcapping', None), getattr(c, 'logit_scale', None) or 1 / (getattr(c, 'logits_scaling', None) or 1)
+    return lambda x: cap * torch.tanh(x / cap) if cap else x * scale if scale != 1 else x
+
+
+def cross_entropy(model, hidden, target):
+    """Summed cross-entropy of hidden states (n,C) against token ids (n,), fp32, never holding n x V logits: chunks are
+    scored one after another and scored again in backward."""
+    out, post = model.get_output_embeddings(), head_post(model)
+    one = lambda h, t: F.cross_entropy(post(out(h)).float(), t, reduction='sum')
+    step = max(1, CHUNK // out.weight.shape[0])
+    if len(hidden) <= step:
+        return one(hidden, target)
+    return sum(torch.utils.checkpoint.checkpoint(one, h, t, use_reentrant=False) for h, t in zip(hidden.split(step), target.split(step)))
+
+
+def backward(model, part, past, labels, sup, count, pad, start=0):
+    """Adds to the gradients of one micro-batch: part, a list of examples; labels, count: supervised tokens and events by
+    phase of the WHOLE batch, so that micro-batches and ranks add up to one mean. The Probe stays open through backward, where
+    gradient checkpointing runs the layers again. Returns (ce, kl)."""
+    T = max(len(e['ids']) for e in part)
+    ids = torch.tensor([e['ids'] + [pad] * (T - len(e['ids'])) for e in part], device=model.device)
+    at = torch.tensor([b * T + t for b, e in enumerate(part) for t in range(e['n'] - 1, len(e['ids']) - 1)], device=model.device)
+    target = ids.view(-1)[at + 1]
+    where = [(b, q, phase, row) for b, e in enumerate(part) for phase, q, row in sup.events.get(e['id'], ())] if sup.lam else []
+    attn_at = (torch.tensor([w[0] for w in where]), torch.tensor([w[1] for w in where])) if where else None
+    pos = torch.arange(start, start + T, device=model.device).expand(len(part), -1)
+    with Probe(model, past=past, head=(at, 'hidden'), attn_at=attn_at, attn_layers={l for h in sup.pool.values() for l, _ in h}) as probe:
+        model(input_ids=ids, position_ids=pos, use_cache=False)
+        ce, kl = cross_entropy(model, probe.hidden, target) / labels, torch.zeros((), device=model.device)
+        attn, phases = dict(probe.attn), sum(c > 0 for c in count.values())       # a copy: checkpointing captures again, without meaning
+        for b, e in enumerate(part):                              # one token-to-word map a note
+            mine = [j for j, w in enumerate(where) if w[0] == b]
+            if not mine:
+                continue
+            if 'maps' not in e:
+                e['maps'] = sup.mapper(sup.task.notes[e['id']], sup.traces[e['id']]['completion'])
+            maps, W = e['maps']
+            wanted = sup.rows.get_tensor(e['id']).to(model.device)
+            for phase in PHASES:
+                js = [j for j in mine if where[j][2] == phase]
+                if js:
+                    P = pool_words({l: w[js].float() for l, w in attn.items()}, sup.pool[phase], maps, W)
+                    kl = kl + attention_loss(wanted[[where[j][3] for j in js]], P).sum() / (count[phase] * phases)
+        (ce + sup.lam * kl).backward()
+    return float(ce.detach()), float(kl.detach())
+
+
+class SharedPrefix:
+    """The candidate list, which every sequence of a step shares, run once (exact): its keys and values are leaves of the
+    sequences' graphs, their gradients add up in fp32, and one backward takes them through the prefix."""
+
+    def __init__(self, model, ids):
+        self.probe = Probe(model, keep_kv=True, head=(torch.tensor([0], device=model.device), 'hidden'))
+        with self.probe:
+            model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+        self.out = [x for l in self.probe.kv for x in self.probe.kv[l]]
+        self.leaves = [x.detach().requires_grad_() for x in self.out]
+        self.total = [torch.zeros_like(x, dtype=torch.float32) for x in self.leaves]
+        self.past = [{l: tuple(self.leaves[2 * n:2 * n + 2]) for n, l in enumerate(self.probe.kv)}]
+
+    def add(self):
+        for x, t in zip(self.leaves, self.total):
+            if x.grad is not None:
+                t.add_(x.grad)
+                x.grad = None
+
+    def backward(self):
+        with self.probe:                                          # open again: checkpointing runs the layers once more
+            torch.autograd.backward(self.out, [t.to(x.dtype) for t, x in zip(self.total, self.out)])
+
+
+def stochastic_round(x, generator):
+    """fp32 -> bf16, up or down with probability by distance, so that small updates survive in the mean."""
+    noise = torch.randint(0, 2 ** 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    return ((x.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+@torch.no_grad()
+def evaluate_dev(model, dev, events, past, start):
+    """Teacher-forced on the dev split: cross-entropy a token, and the share of decisions with a positive margin by phase."""
+    ce, tokens, right = 0.0, 0, {p: [] for p in PHASES}
+    for e in dev:
+        mine = events.get(e['id'], [])
+        at = torch.tensor([*range(e['n'] - 1, len(e['ids']) - 1)])
+        logits = prefill(model, e['ids'], past, head=(at, None))[0][0].float()
+        ce += float(F.cross_entropy(logits, torch.tensor(e['ids'][e['n']:], device=logits.device), reduction='sum'))
+        tokens += len(at)
+        for x in mine:
+            row = logits[x['query'] - start - e['n'] + 1]        # queries count the whole sequence
+            right[x['phase']].append(float(row[x['target']] > row[x['foils']].max()))
+    return {'dev': ce / tokens, **{p: float(np.mean(r)) for p, r in right.items() if r}}
+
 # ------------------------------------------------------------------------------------------------ the loop
 
 def main():
@@ -231,23 +350,28 @@ def main():
     p.add_argument('--lam', type=float, default=0.0, help='weight of the attention loss; 0 is the CoT arm')
     p.add_argument('--pool', default='top', choices=('top', 'random', 'band'), help="student's supervised heads")
     p.add_argument('--pool-notes', type=int, default=64, help='notes that rank the untrained student\'s heads')
-    p.add_argument('--precision', default='fp32-master', choices=('fp32', 'fp32-master', 'bf16'), help='fp32-master: bf16 forward, fp32 weights and state')
-    p.add_argument('--prefix', default='full', choices=('full', 'frozen'), help='frozen: keys and values of the candidate list without gradient')
+    p.add_argument('--precision', default='fp32-master', choices=('fp32', 'fp32-master', 'bf16', 'bf16-sr'), help='fp32-master: bf16 forward, fp32 weights and state; bf16-sr: bf16 weights, rounded stochastically')
+    p.add_argument('--prefix', default='full', choices=('full', 'shared', 'frozen'), help='the candidate list: in every sequence; once a step, exact; or keys and values without '
+                   'gradient (an approximation: on a toy the gradient had a cosine of 0.95 with the exact one)')
     p.add_argument('--refresh', type=int, default=20, help='steps between recomputations of a frozen prefix')
+    p.add_argument('--checkpoint', action='store_true', help='gradient checkpointing: less memory, one more forward')
     p.add_argument('--steps', type=int, default=200)
     p.add_argument('--batch', type=int, default=16, help='sequences of one optimiser step')
     p.add_argument('--micro', type=int, default=0, help='sequences of one forward; 0: the whole batch')
     p.add_argument('--lr', type=float, default=2e-3)
-    p.add_argument('--warmup', type=int, default=20, help='steps of linear warm-up; then constant, with a linear decay over the last fifth')
+    p.add_argument('--warmup', type=int, default=20, help='steps of linear warm-up; then constant')
+    p.add_argument('--decay', type=float, default=0.2, help='share of the steps, at the end, over which the rate falls linearly to 0')
     p.add_argument('--weight-decay', type=float, default=0.0)
     p.add_argument('--clip', type=float, default=1.0, help='largest gradient norm')
     p.add_argument('--max-len', type=int, default=0, help='longest sequence in tokens; a longer one is an error')
+    p.add_argument('--eval-every', type=int, default=0, help='steps between evaluations on the dev split\'s traces; the weights of the lowest dev cross-entropy are exported; 0: the last')
     p.add_argument('--save-every', type=int, default=100, help='steps between resume points')
+    p.add_argument('--print-every', type=int, default=1, help='steps between lines on the screen; log.jsonl has every step')
     args = p.parse_args()
 
     task = load_task(args.work)
     out = private_dir(private_dir(task.work / 'students') / args.name)
-    settings = {k: v for k, v in vars(args).items() if k not in ('rows', 'device', 'device_map', 'show_text', 'work', 'save_every', 'micro')}
+    settings = {k: v for k, v in vars(args).items() if k not in ('rows', 'device', 'device_map', 'show_text', 'work', 'save_every', 'print_every', 'micro', 'checkpoint')}
     settings |= {'task': task.hash, 'init': folder_hash(args.student), 'source': folder_hash(args.data or args.traces) if args.data or args.traces else None}
     if args.teacher:
         run = task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name
@@ -264,30 +388,40 @@ def main():
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=args.embedding_std, generator=torch.Generator(model.device).manual_seed(args.seed))
     enc = load_encoder(args.student, model, task, args.chat)
     examples, traces, start = load_examples(args, task, enc)
-    events, pool, rows, mapper, lost = {}, {p: [] for p in PHASES}, None, None, 0
+    sup = Supervision(args.lam, task=task, traces=traces)
     if args.lam:
         pools = load_heads(run)
         if not any(pools.values()):
             raise Fault(f'{run}/heads.jsonl selects no head: there is nothing to supervise (lam must be 0)')
         path, kept = teacher_rows(args, task, traces, pools)
-        pool = student_pool(args, model, enc, task, traces, pools)
-        kept_row, of = [], {}
-        for e in kept:                                            # row of each event in its note's tensor
-            kept_row.append(of.setdefault(e['id'], 0))
-            of[e['id']] += 1
-        events, lost = map_events(kept, enc, task, traces, start)
-        rows, mapper = safe_open(str(path), 'pt'), Words(enc)
-        print('pools: ' + '; '.join(f'{p} teacher {len(pools[p])} heads, student {pool[p]}' for p in PHASES))
-        print(f'{sum(map(len, events.values()))} events mapped, {lost} not mapped (dropped)')
-    layers = {l for heads in pool.values() for l, _ in heads}
+        sup.pool = student_pool(args, model, enc, task, traces, pools)
+        sup.events, lost = map_events(kept, enc, task, traces, start)
+        sup.rows, sup.mapper = safe_open(str(path), 'pt'), Words(enc)
+        print('pools: ' + '; '.join(f'{p} teacher {len(pools[p])} heads, student {sup.pool[p]}' for p in PHASES))
+        print(f'{sum(map(len, sup.events.values()))} events mapped, {lost} not mapped (dropped)')
+    dev, dev_events = [], {}
+    if args.eval_every:
+        dev, dev_traces, _ = load_examples(args, task, enc, 'dev')
+        finder = EventFinder(enc)
+        for i, t in dev_traces.items():
+            dev_events[i] = finder(i, t, len(enc.prefix) + len(enc.note(task.notes[i])))[0]
 
     # ---- precision: `model` runs forward and backward, `params` are what the optimiser moves
+    master = args.precision in ('fp32-master', 'bf16-sr')
+    params = [w.detach().clone().requires_grad_() for w in model.parameters()] if master else None
     if args.precision != 'fp32':
-        master = [w.detach().clone().requires_grad_() for w in model.parameters()]
         model.to(torch.bfloat16)
     for w in model.parameters():
         w.requires_grad_(True)
-    params = master if args.precision == 'fp32-master' else list(model.parameters())
+    params = params or list(model.parameters())
+    if args.checkpoint:                                           # needs training mode; there is no dropout in either
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        for m in model.modules():
+            if isinstance(m, torch.nn.Dropout):
+                m.p = 0.0
+            for k in ('attention_dropout', 'dropout_rate'):
+                if isinstance(getattr(m, k, None), float):
+                    setattr(m, k, 0.0)
     optim = torch.optim.AdamW(params, lr=args.lr, betas=(0.9, 0.98), weight_decay=args.weight_decay)
     plan = batches(len(examples), args.batch, args.steps, args.seed, ordered=bool(args.data))
     pad = enc.eos[0] if enc.eos else 0
@@ -297,59 +431,44 @@ def main():
         lines = log.read_text().splitlines()[:step0] if log.exists() else []
         log.write_text(''.join(x + '\n' for x in lines))
         print(f'resumed at step {step0}')
-    if args.prefix == 'frozen' and not args.data:
-        shared = None
+    best = min((x['dev'], x['step']) for x in map(json.loads, log.read_text().splitlines()) if 'dev' in x) if step0 >= args.eval_every > 0 else (float('inf'), -1)
     if args.batch < world():
         raise Fault(f'--batch {args.batch} is smaller than the {world()} ranks')
     barrier()
-    began, seen = time.time(), 0
+    began, seen, shared = time.time(), 0, None
+
+    def collect():
+        """Moves the compute copy's gradients to the masters', in fp32."""
+        for m, w in zip(params, model.parameters()) if master else ():
+            if w.grad is not None:
+                m.grad = w.grad.float() if m.grad is None else m.grad.add_(w.grad.float())
+                w.grad = None
 
     for step in range(step0, args.steps):
-        lr = args.lr * min(1, (step + 1) / max(1, args.warmup), (args.steps - step) / max(1, args.steps // 5))
+        lr = args.lr * min(1, (step + 1) / max(1, args.warmup), (args.steps - step) / max(1, int(args.decay * args.steps)))
         for g in optim.param_groups:
             g['lr'] = lr
         past = ()
-        if start:                                                 # the frozen prefix: a leaf without gradient
+        if start and args.prefix == 'shared':
+            shared = SharedPrefix(model, enc.prefix)
+            past = shared.past
+        elif start:
             if shared is None or step % args.refresh == 0:
                 shared = prefix_kv(model, enc)
             past = shared
         batch = [examples[i] for i in plan[step]]
-        labels = sum(len(e['ids']) - e['n'] for e in batch)       # global counts: micro-batches and ranks add up to one mean
-        count = {p: sum(1 for e in batch for x in events.get(e['id'], ()) if x[0] == p) for p in PHASES}
-        phases = sum(c > 0 for c in count.values())
+        labels, count = sum(len(e['ids']) - e['n'] for e in batch), sup.count(batch)
         mine = sorted(batch[rank()::world()], key=lambda e: len(e['ids']))   # like lengths share a micro-batch: little padding
         ce_sum, kl_sum = 0.0, 0.0
         for i in range(0, len(mine), args.micro or len(mine)):
-            part = mine[i:i + (args.micro or len(mine))]
-            T = max(len(e['ids']) for e in part)
-            ids = torch.tensor([e['ids'] + [pad] * (T - len(e['ids'])) for e in part], device=model.device)
-            at = torch.tensor([b * T + t for b, e in enumerate(part) for t in range(e['n'] - 1, len(e['ids']) - 1)])
-            target = ids.view(-1)[(at + 1).to(ids.device)]
-            where = [(b, q, phase, row) for b, e in enumerate(part) for phase, q, row in events.get(e['id'], ())]
-            attn_at = (torch.tensor([w[0] for w in where]), torch.tensor([w[1] for w in where])) if where else None
-            logits, probe = prefill(model, ids, past, head=(at, None), attn_at=attn_at, attn_layers=layers)
-            ce = F.cross_entropy(logits[0].float(), target, reduction='sum') / labels
-            kl = ce.new_zeros(())
-            for b, e in enumerate(part):                          # one token-to-word map a note
-                rows_b = [j for j, w in enumerate(where) if w[0] == b]
-                if not rows_b:
-                    continue
-                if 'maps' not in e:
-                    e['maps'] = mapper(task.notes[e['id']], traces[e['id']]['completion'])
-                maps, W = e['maps']
-                wanted = rows.get_tensor(e['id']).to(model.device)
-                for phase in PHASES:
-                    js = [j for j in rows_b if where[j][2] == phase]
-                    if js:
-                        P = pool_words({l: w[js].float() for l, w in probe.attn.items()}, pool[phase], maps, W)
-                        kl = kl + attention_loss(wanted[[kept_row[where[j][3]] for j in js]], P).sum() / (count[phase] * phases)
-            (ce + args.lam * kl).backward()
-            ce_sum, kl_sum = ce_sum + float(ce.detach()), kl_sum + float(kl.detach())
-            if args.precision == 'fp32-master':                   # gradients accumulate in fp32
-                for m, w in zip(params, model.parameters()):
-                    if w.grad is not None:
-                        m.grad = w.grad.float() if m.grad is None else m.grad.add_(w.grad.float())
-                        w.grad = None
+            ce, kl = backward(model, mine[i:i + (args.micro or len(mine))], past, labels, sup, count, pad, start)
+            ce_sum, kl_sum = ce_sum + ce, kl_sum + kl
+            collect()
+            if start and args.prefix == 'shared':
+                shared.add()
+        if start and args.prefix == 'shared':
+            shared.backward()
+            collect()
         if world() > 1:
             for w in params:                                      # losses carry global counts, so gradients add up
                 w.grad = torch.zeros_like(w) if w.grad is None else w.grad
@@ -359,28 +478,41 @@ def main():
             raise Fault(f'step {step}: gradient norm is {norm}; the last resume point is kept')
         optim.step()
         optim.zero_grad(set_to_none=True)
-        if args.precision == 'fp32-master':
+        if master:
             with torch.no_grad():
+                coin = torch.Generator(params[0].device).manual_seed(args.seed * 2 ** 32 + step)
                 for m, w in zip(params, model.parameters()):
-                    w.copy_(m)
+                    w.copy_(m if args.precision == 'fp32-master' else stochastic_round(m, coin))
+                    if args.precision == 'bf16-sr':
+                        m.copy_(w)                                # nothing finer than bf16 is remembered
         seen += sum(len(e['ids']) for e in batch)
         if rank() == 0:
-            rate = seen / (time.time() - began)
-            left = (time.time() - began) / (step + 1 - step0) * (args.steps - step - 1)
+            record = {'step': step, 'ce': round(ce_sum, 6), 'kl': round(kl_sum, 6), 'lr': float(f'{lr:.3e}'), 'norm': round(norm, 4)}
+            if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
+                record |= evaluate_dev(model, dev, dev_events, prefix_kv(model, enc) if start else (), start)
+                if record['dev'] < best[0]:
+                    best = (record['dev'], step)
+                    model.save_pretrained(out / 'resume' / 'best')
             with log.open('a') as f:
-                f.write(f'{{"step": {step}, "ce": {ce_sum:.6f}, "kl": {kl_sum:.6f}, "lr": {lr:.3e}, "norm": {norm:.4f}}}\n')
-            if step % 10 == 0 or step + 1 == args.steps:
-                print(f'step {step:5d}/{args.steps}  ce {ce_sum:7.4f}  kl {kl_sum:7.4f}  lr {lr:.2e}  norm {norm:6.2f}  {rate:7.0f} tok/s  left {left:5.0f} s', flush=True)
+                f.write(json.dumps(record) + '\n')
+            if step % args.print_every == 0 or step + 1 == args.steps:
+                rate, left = seen / (time.time() - began), (time.time() - began) / (step + 1 - step0) * (args.steps - step - 1)
+                print(f'step {step:5d}/{args.steps}  ce {ce_sum:7.4f}  kl {kl_sum:7.4f}  lr {lr:.2e}  norm {norm:6.2f}  {rate:7.0f} tok/s  left {left:5.0f} s'
+                      + ''.join(f'  {k} {record[k]:.3f}' for k in ('dev', *PHASES) if k in record), flush=True)
             if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
                 save_state(resume, model, params, optim, step + 1)
 
     if rank() == 0:
         model.config._attn_implementation = 'sdpa' if getattr(model, '_supports_sdpa', True) else 'eager'
         model.save_pretrained(out)
+        if args.eval_every and best[1] != args.steps - 1:         # the exported weights are those that were evaluated
+            for f in (out / 'resume' / 'best').glob('*.safetensors*'):
+                shutil.copy(f, out / f.name)
         enc.tok.save_pretrained(out)
         shutil.rmtree(out / 'resume')                             # our own resume points, made above
         finish(out, 'distill')
-        print(f'{out}: trained {args.steps} steps in {time.time() - began:.0f} s, last ce {ce_sum:.4f}, kl {kl_sum:.4f}\nnext: python characterize.py --work {args.work} --model {out}')
+        print(f'{out}: trained {args.steps} steps in {time.time() - began:.0f} s, last ce {ce_sum:.4f}, kl {kl_sum:.4f}'
+              + (f', exported step {best[1]} with dev ce {best[0]:.4f}' if args.eval_every else '') + f'\nnext: python characterize.py --work {args.work} --model {out}')
 
 
 def save_state(path, model, params, optim, step):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import distill
-from common import attach, prefill
-from test_engine import FAMILIES, build
+from common import PHASES, attach, prefill
+from test_engine import FAMILIES, P, build
 from test_smoke import run
 
 
@@ -59,6 +59,109 @@ def test_gradient_is_finite_where_attention_is_exactly_zero():     # fault 38
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+# ------------------------------------------------------------------------------------------------ one step's gradient
+
+class Rows(dict):
+    get_tensor = dict.__getitem__
+
+
+def lesson(lam=0.5):
+    """Three examples of unequal length behind one prefix, with decisions of every phase, and what supervises them."""
+    rng = torch.Generator().manual_seed(3)
+    prefix = torch.randint(3, 97, (P,), generator=rng).tolist()
+    examples, events, rows, traces = [], {}, Rows(), {}
+    for i, (length, n) in enumerate(((9, 8), (17, 8), (30, 11))):
+        examples.append({'id': str(i), 'ids': torch.randint(3, 97, (length,), generator=rng).tolist(), 'n': n})
+        events[str(i)] = [(PHASES[j % 3], q, j) for j, q in enumerate(range(n - 1, length - 1, 4))]
+        rows[str(i)] = torch.rand(len(events[str(i)]), 8, generator=rng).softmax(1)
+        traces[str(i)] = {'completion': i}
+    length = lambda i: P + len(examples[i]['ids'])
+
+    def mapper(note, completion):
+        t = torch.arange(length(completion))
+        return [t, t * 8 // len(t), torch.ones(len(t))], 8
+    return prefix, examples, distill.Supervision(lam, events, {'coarse': [(0, 1), (1, 2)], 'fine': [(1, 5)], 'contrast': [(2, 0), (1, 2)]}, rows, mapper, type('T', (), {'notes': dict.fromkeys(traces)}), traces)
+
+
+def gradients(model, mode='full', micro=1, lam=0.5, checkpoint=False, only=None):
+    """{name: gradient} of one step over lesson()."""
+    prefix, examples, sup = lesson(lam)
+    labels, count = sum(len(e['ids']) - e['n'] for e in examples), sup.count(examples)
+    model.requires_grad_(True).zero_grad()
+    if checkpoint:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+    shared, start = (distill.SharedPrefix(model, prefix), P) if mode == 'shared' else (None, 0)
+    if not shared:
+        examples = [{**e, 'ids': prefix + e['ids'], 'n': P + e['n']} for e in examples]
+        sup.events = {i: [(p, P + q, row) for p, q, row in x] for i, x in sup.events.items()}
+    examples = examples[only] if only else examples
+    loss = np.zeros(2)
+    for i in range(0, len(examples), micro):
+        loss += distill.backward(model, examples[i:i + micro], shared.past if shared else (), labels, sup, count, 2, start)
+        if shared:
+            shared.add()
+    if shared:
+        shared.backward()
+    model.eval()
+    model.gradient_checkpointing_disable()
+    return {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}, loss
+
+
+def same(a, b, relative):
+    assert a.keys() == b.keys()
+    for n in a:
+        assert (a[n] - b[n]).norm() <= relative * max(1e-4, a[n].norm()), n
+
+
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'gemma2', 'gemma3', 'gpt2', 'granite'])
+def test_a_shared_prefix_and_checkpointing_give_the_full_gradient(family):     # faults 39, 40, 33
+    """Every parameter's gradient, cross-entropy and attention loss together: the prefix run once a step against the prefix in
+    every sequence; checkpointed layers against plain ones; micro-batches of one against one batch."""
+    model = attach(build(family)[0])
+    model.requires_grad_(True)
+    full, loss = gradients(model)
+    assert loss[0] > 0 and loss[1] > 0
+    for kind in ({'mode': 'shared'}, {'mode': 'shared', 'checkpoint': True}, {'checkpoint': True}, {'micro': 3}, {'mode': 'shared', 'micro': 2}):
+        other, again = gradients(model, **kind)
+        assert np.allclose(loss, again, rtol=1e-5), kind
+        same(full, other, 1e-5)
+    plain = gradients(model, lam=0)[0]                            # the attention loss has a gradient, also under checkpointing
+    q = next(n for n in full if 'q_proj' in n or 'c_attn' in n)
+    assert (full[q] - plain[q]).norm() > 1e-3 * plain[q].norm()
+
+
+def test_ranks_add_up_to_one_batch():                             # fault 34: each rank its share, global counts
+    model = attach(build('llama')[0])
+    whole = gradients(model)[0]
+    parts = [gradients(model, only=slice(r, None, 2))[0] for r in range(2)]
+    same(whole, {n: parts[0][n] + parts[1][n] for n in whole}, 1e-5)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_chunked_cross_entropy_equals_the_models_own(family, monkeypatch):
+    """Soft caps and logit scales are applied after the head: loss and gradient of the hidden states' chunks against logits."""
+    model, ids = build(family)
+    attach(model)
+    model.requires_grad_(True)
+    own = torch.nn.functional.cross_entropy(prefill(model, ids)[0][0, :-1].float(), ids[1:], reduction='sum')
+    wanted = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
+    for chunk in (2 ** 26, 97 * 7):
+        monkeypatch.setattr(distill, 'CHUNK', chunk)
+        hidden = prefill(model, ids, head=(torch.arange(59), 'hidden'))[1].hidden
+        loss = distill.cross_entropy(model, hidden, ids[1:])
+        assert abs(float(loss - own)) < 1e-4 * float(own)
+        for a, b in zip(wanted, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)):
+            assert (a is None) == (b is None) and (a is None or (a - b).norm() <= 1e-4 * max(1e-3, float(a.norm())))
+
+
+def test_stochastic_rounding_keeps_the_mean():
+    x = torch.full((200_000,), 1 + 0.3 * 2 ** -7)                 # three tenths of the way to the next bf16
+    y = distill.stochastic_round(x, torch.Generator().manual_seed(0))
+    assert y.dtype == torch.bfloat16 and set(y.float().tolist()) == {1.0, 1 + 2 ** -7}
+    assert abs(float((y.float() > 1).float().mean()) - 0.3) < 0.01
+    assert torch.equal(distill.stochastic_round(torch.tensor([1.5, -2.0]), torch.Generator()).float(), torch.tensor([1.5, -2.0]))
+
+
 def test_batches_are_a_function_of_seed_and_step():
     a = distill.batches(10, 4, 8, 3, False)
     assert a == distill.batches(10, 4, 8, 3, False) and a[:5] == distill.batches(10, 4, 5, 3, False) and a != distill.batches(10, 4, 8, 4, False)
@@ -79,7 +182,7 @@ def train(w, name, *more):
     return (w / 'students' / name / 'model.safetensors').read_bytes(), [json.loads(x)['ce'] for x in open(w / 'students' / name / 'log.jsonl')]
 
 
-@pytest.mark.parametrize('precision', ['fp32', 'fp32-master', 'bf16'])
+@pytest.mark.parametrize('precision', ['fp32', 'fp32-master', 'bf16', 'bf16-sr'])
 def test_resume_after_a_kill_is_bit_for_bit(work, precision, monkeypatch):     # faults 28, 35
     whole = train(work, f'whole-{precision}', '--precision', precision)
     clip, calls = torch.nn.utils.clip_grad_norm_, []
@@ -119,3 +222,65 @@ def test_tied_and_untied_weights_save_and_load(tmp_path):         # fault 27
         again = attach(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(tie)).eval())
         ids = torch.arange(3, 20)
         assert torch.equal(prefill(model, ids)[0], prefill(again, ids)[0])
+
+
+def test_what_moves_at_a_small_rate_and_every_dtype(work, monkeypatch):         # fault 36
+    """At a learning rate of 1e-5 most bf16 weights do not move in a step; an fp32 master does, all of it, and both arms
+    start from the same first-step loss."""
+    moved, first, seen = {}, {}, {}
+    step = torch.optim.AdamW.step
+
+    def spy(self, *a, **k):
+        before = [w.detach().clone() for g in self.param_groups for w in g['params']]
+        out = step(self, *a, **k)
+        after = [w for g in self.param_groups for w in g['params']]
+        live = [(x, y) for x, y, w in zip(before, after, after) if w.grad is not None]
+        seen.setdefault('share', []).append(sum(int((x != y)[y.grad != 0].sum()) for x, y in live) / sum(int((y.grad != 0).sum()) for x, y in live))
+        seen['dtypes'] = {w.dtype for w in after}, {w.grad.dtype for _, w in live}, {v.dtype for s in self.state.values() for k, v in s.items() if k != 'step'}
+        return out
+    monkeypatch.setattr(torch.optim.AdamW, 'step', spy)
+    for precision in ('bf16', 'fp32-master', 'fp32', 'bf16-sr'):
+        seen.clear()
+        _, ce = train(work, f'small-{precision}', '--precision', precision, '--lr', 1e-5, '--warmup', 1)
+        moved[precision], first[precision] = seen['share'][0], ce[0]
+        want = torch.bfloat16 if precision == 'bf16' else torch.float32
+        assert seen['dtypes'] == ({want}, {want}, {want})
+        from safetensors.torch import load_file
+        exported = {v.dtype for v in load_file(work / 'students' / f'small-{precision}' / 'model.safetensors').values()}
+        assert exported == {torch.float32 if precision == 'fp32' else torch.bfloat16}     # what is evaluated is what ran
+    assert first['bf16'] == first['fp32-master'] == first['bf16-sr']
+    assert moved['bf16'] < 0.5 and moved['fp32-master'] > 0.95 and moved['fp32'] > 0.95, moved
+
+
+def test_the_weights_of_the_best_dev_loss_are_exported(tmp_path):
+    w = tmp_path / 'w'
+    run('data/toy/prepare.py', '--work', w, '--regions', 2, '--leaves', 2, '--notes', 'train=4,dev=4,discovery=1', '--train', 'short=1')
+    out = run('distill.py', '--work', w, '--student', w / 'init/student', '--scratch', '--traces', w / 'gold.jsonl', '--name', 'dev', '--precision', 'fp32',
+              '--steps', 40, '--batch', 4, '--eval-every', 5, '--decay', 0.02, '--lr', 1e-2)
+    log = [json.loads(x) for x in open(w / 'students/dev/log.jsonl')]
+    dev = {x['step']: x['dev'] for x in log if 'dev' in x}
+    best = min(dev, key=dev.get)
+    assert sorted(dev) == list(range(4, 40, 5)) and best < 39 and f'exported step {best}' in out    # four notes are learned by heart
+    assert all(0 <= x[p] <= 1 for x in log if 'dev' in x for p in PHASES if p in x)
+    import common
+    task, model = common.load_task(w), common.load_model(w / 'students/dev')
+    enc = common.load_encoder(w / 'students/dev', model, task)
+    args = type('A', (), {'data': None, 'traces': w / 'gold.jsonl', 'split': 'train', 'limit': 0, 'prefix': 'full', 'max_len': 0})
+    examples = distill.load_examples(args, task, enc, 'dev')[0]
+    assert distill.evaluate_dev(model, examples, {}, (), 0)['dev'] == pytest.approx(dev[best], abs=1e-5)
+
+
+def test_exactly_the_completion_and_its_end_are_supervised(work):               # faults 24, 25
+    import common
+    from transformers import AutoTokenizer
+    task, tok = common.load_task(work), AutoTokenizer.from_pretrained(work / 'init/teacher')
+    tok.chat_template = "<s>{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %} Trace{% endif %}"
+    assert tok.pad_token_id in (None, tok.eos_token_id)
+    for chat in (False, True):
+        enc = common.Encoder(tok, task, chat)
+        args = type('A', (), {'data': None, 'traces': work / 'gold.jsonl', 'split': 'train', 'limit': 0, 'prefix': 'full', 'max_len': 0})
+        examples, traces, _ = distill.load_examples(args, task, enc)
+        for e in examples:
+            text = traces[e['id']]['completion']
+            assert tok.decode(e['ids'][e['n']:-1]) == text and e['ids'][-1] == tok.eos_token_id
+            assert e['ids'].count(tok.bos_token_id) == chat       # the template's own, and no second one

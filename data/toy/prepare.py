@@ -29,7 +29,7 @@ FINDINGS = 'fever cough rash nausea fracture anemia edema asthma ulcer migraine 
 QUALIFIERS = 'acute chronic mild severe left right recurrent early late upper lower deep benign focal painful stable'.split()
 NOISE = ('patient came with family after dinner walked slowly spoke about work garden weather denied travel slept well ate little '
          'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
-LINKS = 'seems to be read as'.split()                  # a trace takes the last 0 to 5 of them
+LINKS = 'to be read as'.split()                        # a trace takes the last 0 to 4 of them
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
 BARE = 0.0                                            # share of mentions whose code follows the links at once
 PROMPT = {'prefix': 'Candidates\n{list}', 'before_note': 'Note:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as'}
@@ -70,13 +70,13 @@ def draw_trace(rng, table, found, links=len(LINKS), bare=BARE):
         text += f' {q} {f}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
         short = near is None and rng.random() < bare
         text += (f' not {near} {f} {table[f][near]} but' if near else '') + ('' if short else f' {q} {f}') + f' {code}\n'
-    return text + PROMPT['answer'] + ''.join(f' {code}' for _, _, code, _, _, _ in found)
+    return text + PROMPT['answer'] + ''.join(f' {q} {f} {code}' for f, q, code, _, _, _ in found)
 
 
 # lessons of episodes: up to this share of one, regions and leaves of a list, mentions of a note (lowest, highest). Many mentions
 # behind one list are many decisions for one reading of it. Digits are learned on short lists, or not at all.
 SHORT = ((0.6, (2, 3), (1, 2), (1, 2)), (1.0, (2, 4), (1, 3), (1, 3)))
-LONG = ((0.25, (3, 5), (2, 3), (3, 5)), (0.5, (3, 8), (2, 5), (3, 8)), (0.7, (3, 12), (2, 7), (3, 10)), (1.0, (8, 12), (4, 8), (4, 12)))
+LONG = ((0.15, (3, 5), (2, 3), (2, 5)), (0.35, (3, 8), (2, 5), (2, 8)), (0.5, (3, 12), (2, 7), (2, 8)), (1.0, (8, 12), (4, 8), (2, 10)))
 
 
 def episodes(rng, n, stages, links, bare=0.0):
