@@ -254,25 +254,32 @@ def recurrence(rows, first, second):
              'from': 'evaluation.jsonl', 'shown_first': sorted(a), 'shown_both': sorted(a & b)}]
 
 
+ARMS = {'CoT': '#555555', 'MISTILL': '#009E73', 'random pool': '#CC79A7', 'band pool': '#E69F00'}
+
+
 def student_table(task, runs):
-    """One entry a trained student that was characterized: arm, seed, precision, F1, contrast recovery, event accuracy."""
+    """One entry a trained student that was characterized: arm, seed, precision, F1, contrast recovery, its training log. Of
+    one arm, seed and precision trained with several lambdas, `chosen` is the one of the lowest dev cross-entropy: one rule."""
     out = []
+    family = lambda folder: json.loads((pathlib.Path(folder) / 'config.json').read_text()).get('model_type') if (pathlib.Path(folder) / 'config.json').exists() else None
     for run in runs:
-        manifest = task.work / 'students' / run.name / 'manifest.json'
-        if not manifest.exists():
-            continue
-        s = json.loads(manifest.read_text()).get('distill', {}).get('settings', {})
-        if not s.get('teacher'):
-            continue
-        knock = [r for r in jsonl(run / 'knockin.jsonl') if r['phase'] == 'contrast']
-        donor = [r for r in knock if r['set'] == 'selected']
+        folder = task.work / 'students' / run.name
+        s = json.loads((folder / 'manifest.json').read_text())['distill']['settings']
+        log = jsonl(folder / 'log.jsonl')
+        donor = [r for r in jsonl(run / 'knockin.jsonl') if r['phase'] == 'contrast' and r['set'] == 'selected']
         keep = [r for r in jsonl(run / 'sets.jsonl') if r['kind'] == 'keep-only' and r['set'] == r['phase'] == 'contrast']
-        arm = 'CoT' if not s['lam'] else 'MISTILL' if s['pool'] == 'top' else f'{s["pool"]} pool'
-        out.append({'name': run.name, 'arm': arm, 'seed': s['seed'], 'precision': s['precision'], 'lam': s['lam'], 'size': donor[0]['size'] if donor else None,
-                    'scores': scores(task, load_traces(run / 'traces.jsonl', task), 'test'),
-                    'recovery': knockin_summary(donor, [], 0)['recovery'] if donor else (None,) * 3, 'keep': (keep[0]['value'], keep[0]['low'], keep[0]['high']) if keep else (None,) * 3,
-                    'gain': {i: (sum(r['d_patched'] - r['d_rec'] for r in donor if r['id'] == i), sum(r['d_src'] - r['d_rec'] for r in donor if r['id'] == i)) for i in {r['id'] for r in donor}}})
-    return sorted(out, key=lambda r: (r['precision'], r['seed'], r['lam'], r['arm']))
+        gain = {}
+        for r in donor:
+            n, d = gain.get(r['id'], (0, 0))
+            gain[r['id']] = (n + r['d_patched'] - r['d_rec'], d + r['d_src'] - r['d_rec'])
+        out.append({'name': run.name, 'arm': 'CoT' if not s['lam'] else 'MISTILL' if s['pool'] == 'top' else f'{s["pool"]} pool', 'seed': s['seed'], 'precision': s['precision'], 'lam': s['lam'],
+                    'kind': 'same-family' if family(folder) == family(s['teacher']) else 'cross-family', 'size': donor[0]['size'] if donor else None, 'log': log,
+                    'dev': min((x['dev'] for x in log if 'dev' in x), default=None), 'scores': scores(task, load_traces(run / 'traces.jsonl', task), 'test'), 'gain': gain,
+                    'recovery': knockin_summary(donor, [], 0)['recovery'] if donor else (None,) * 3, 'keep': (keep[0]['value'], keep[0]['low'], keep[0]['high']) if keep else (None,) * 3})
+    for s in out:
+        rivals = [x for x in out if all(x[k] == s[k] for k in ('arm', 'seed', 'precision', 'kind'))]
+        s['chosen'] = s is min(rivals, key=lambda x: (x['dev'] is None, x['dev'] or 0, x['lam']))
+    return sorted(out, key=lambda r: (r['kind'], r['precision'], r['seed'], list(ARMS).index(r['arm']), r['lam']))
 
 
 def paired(a, b, stat, seed, draws=2000):
@@ -288,32 +295,34 @@ def paired(a, b, stat, seed, draws=2000):
 
 
 def student_claims(students, seed):
+    """Rows for claims 14-17, for every kind of student and precision that has both arms of a comparison; pairs share a seed."""
     rows = []
-    ratio = lambda x, y: None if abs(y) < 1e-9 else x / y
+    share = lambda a, b: None if abs(b) < 1e-9 else a / b
+    minus = lambda a, b, c, d: None if share(a, b) is None or share(c, d) is None else a / b - c / d
+    over = lambda a, b, c, d: None if share(a, b) is None or not share(c, d) else (a / b) / (c / d)
+    for kind, precision in dict.fromkeys((s['kind'], s['precision']) for s in students):
+        by = lambda arm: {s['seed']: s for s in students if s['chosen'] and (s['arm'], s['kind'], s['precision']) == (arm, kind, precision)}
 
-    def add(claim, name, precision, x, holds, reason=None, **more):
-        n = more.pop('n', 0)
-        rows.append({'claim': claim, 'name': name, 'model': f'students, {precision}', 'value': x[0], 'low': x[1], 'high': x[2], 'n': n, 'holds': holds,
-                     'from': 'runs/*/knockin.jsonl' if claim in (14, 17) else 'runs/*/traces.jsonl', **({'reason': reason} if x[0] is None else {}), **more})
-    for precision in dict.fromkeys(s['precision'] for s in students):
-        by = lambda arm: {s['seed']: s for s in students if s['arm'] == arm and s['precision'] == precision}
-        cot, mis = by('CoT'), by('MISTILL')
-        both = sorted(cot.keys() & mis.keys())
-        if not both:
-            continue
-        pair = lambda k, other=cot: ([mis[s][k] for s in both], [other[s][k] for s in both])
-        if all(mis[s]['gain'] and cot[s]['gain'] for s in both):
-            def stat(a, b, c, d):
-                x, y = ratio(a, b), ratio(c, d)
-                return None if x is None or y is None else ratio(x, y)
-            x = paired(*pair('gain'), stat, seed)
-            add(14, 'contrast knock-in recovery, MISTILL / CoT', precision, x, None if x[0] is None else x[1] > 1, 'CoT recovery near zero', n=len(set().union(*pair('gain')[0])),
-                seeds=len(both), mistill=[mis[s]['recovery'] for s in both], cot=[cot[s]['recovery'] for s in both])
-        if all('micro' in s['scores'] for s in [*mis.values(), *cot.values()]):
-            f1 = lambda a, b, c, d: None if not b or not d else a / b - c / d
-            counts = [[t['scores']['counts'] for t in side] for side in ([mis[s] for s in both], [cot[s] for s in both])]
-            x = paired(*counts, f1, seed)
-            add(16, 'micro F1, MISTILL minus CoT', precision, x, None if x[0] is None else x[1] > -0.03 and x[2] < 0.03, 'no answers', n=len(set().union(*counts[0])), seeds=len(both))
+        def compare(claim, name, other, what, stat, rule):
+            a, b = by('MISTILL'), by(other)
+            both = sorted(a.keys() & b.keys())
+            if not both:
+                return
+            get = (lambda s: s['gain']) if what == 'recovery' else (lambda s: s['scores'].get('counts', {}))
+            x, y = [get(a[s]) for s in both], [get(b[s]) for s in both]
+            value = paired(x, y, stat, seed) if all(x) and all(y) else (None,) * 3
+            one = [paired([u], [v], stat, seed)[0] for u, v in zip(x, y) if u and v]
+            few = what == 'recovery' and len(both) < 3
+            rows.append({'claim': claim, 'name': f'{name}, {len(both)} seed{"s" * (len(both) > 1)}', 'model': f'{kind} students, {precision}', 'value': value[0], 'low': value[1], 'high': value[2],
+                         'n': len(set().union(*x)), 'holds': None if value[0] is None or few else bool(rule(value, one)), 'from': 'runs/*/knockin.jsonl' if what == 'recovery' else 'runs/*/traces.jsonl',
+                         'seeds': len(both), 'by_seed': one, **({'reason': 'not measurable: too few events, or a recovery near zero'} if value[0] is None else {'reason': 'no verdict from fewer than 3 seeds'} if few else {})})
+        if kind == 'cross-family':
+            compare(14, 'contrast knock-in recovery, MISTILL / CoT', 'CoT', 'recovery', over, lambda v, one: v[1] > 1)
+        else:
+            compare(15, 'contrast knock-in recovery, MISTILL minus CoT', 'CoT', 'recovery', minus, lambda v, one: v[1] > 0 and all(x is not None and x > 0 for x in one))
+        compare(16, 'micro F1, MISTILL minus CoT', 'CoT', 'F1', minus, lambda v, one: v[1] > -0.03 and v[2] < 0.03)
+        compare(17, 'contrast knock-in recovery, MISTILL minus random pool', 'random pool', 'recovery', minus, lambda v, one: v[1] > 0)
+        compare(17, 'micro F1, MISTILL minus random pool', 'random pool', 'F1', minus, lambda v, one: v[1] > 0)
     return rows
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -441,22 +450,35 @@ def figures(task, runs, students, folder):
             fig.colorbar(im, ax=ax, label='necessity (share of full drop)')
             save(fig, f'phases-{run.name}', f'{run.name}: ablating the set of one phase (rows) and measuring each phase (columns), held-out notes, 95 % intervals over notes.')
     if students:
-        fig, axes = plt.subplots(1, 2, figsize=(7.5, 0.8 + 0.38 * len(students)), layout='constrained', sharey=True)
-        names = [f'{s["arm"]}, seed {s["seed"]}, {s["precision"]}' for s in students]
+        fig, axes = plt.subplots(1, 2, figsize=(7.5, 0.8 + 0.3 * len(students)), layout='constrained', sharey=True)
+        names = [f'{s["arm"]} ({s["lam"]:g}), seed {s["seed"]}, {s["precision"]}, {s["kind"]}' for s in students]
         for ax, key, label in ((axes[0], lambda s: s['recovery'], 'contrast knock-in recovery (share)'), (axes[1], lambda s: s['scores'].get('micro', (None,) * 3), 'micro F1 of own traces')):
             for y, s in enumerate(students):
                 v = key(s)
-                colour = '#009E73' if s['arm'] == 'MISTILL' else '#555555' if s['arm'] == 'CoT' else '#CC79A7'
                 if v[0] is not None:
-                    ax.errorbar(v[0], y, xerr=[[max(0, v[0] - v[1])], [max(0, v[2] - v[0])]], fmt='o', color=colour, capsize=3)
+                    ax.errorbar(v[0], y, xerr=[[max(0, v[0] - v[1])], [max(0, v[2] - v[0])]], fmt='o', color=ARMS[s['arm']], capsize=3, mfc=ARMS[s['arm']] if s['chosen'] else 'white')
                 else:
-                    ax.text(0.5, y, 'not measurable', fontsize=7, ha='center', va='center', color=colour)
+                    ax.text(0.5, y, 'not measurable', fontsize=7, ha='center', va='center', color=ARMS[s['arm']], transform=ax.get_yaxis_transform())
             ax.set_xlabel(label)
             ax.grid(axis='x', alpha=0.3)
-        axes[0].set_yticks(range(len(names)), names)
+        axes[0].set_yticks(range(len(names)), names, fontsize=7)
         axes[0].set_ylim(len(names) - 0.5, -0.5)
         n, size = [s['scores'].get('n', 0) for s in students], students[0]['size']
-        save(fig, 'students', f'Students after training, heads rediscovered on their own traces, the same number of heads in every arm{f" ({size})" if size else ""}; 95 % intervals over notes; F1 on n = {min(n)} to {max(n)} held-out notes (truncated traces left out).')
+        save(fig, 'students', f'Students after training, heads rediscovered on their own traces, the same number of heads in every arm{f" ({size})" if size else ""}; 95 % intervals over notes; in brackets lambda, filled: chosen on dev; F1 on n = {min(n)} to {max(n)} held-out notes (truncated traces left out).')
+    curves = [s for s in students if any('dev' in x for x in s['log'])]
+    if curves:
+        fig, axes = plt.subplots(1, 4, figsize=(9.6, 2.5), layout='constrained')
+        for ax, key, label in zip(axes, ('dev', *PHASES), ('dev cross-entropy (nats a token)', *(f'{p} decisions right (share)' for p in PHASES))):
+            for arm in dict.fromkeys(s['arm'] for s in curves):
+                for n, s in enumerate(x for x in curves if x['arm'] == arm and x['chosen']):
+                    at = [x for x in s['log'] if key in x]
+                    ax.plot([x['step'] + 1 for x in at], [x[key] for x in at], color=ARMS[arm], lw=1.2, alpha=0.8, ls='-' if s['precision'] != 'bf16' else '--', label=arm if not n else None)
+            ax.set_xlabel('optimiser steps')
+            ax.set_title(label, fontsize=8)
+            if key != 'dev':
+                ax.set_ylim(-0.02, 1.02)
+        axes[0].legend(frameon=False, fontsize=7)
+        save(fig, 'training', f'Students against steps on the dev split, teacher-forced on the teacher\'s traces: cross-entropy and the share of decisions with a positive margin, one line a seed (n = {len(task.ids("dev"))} notes); dashed: bf16.')
     return captions
 
 
@@ -514,8 +536,8 @@ def main():
         s = scores(task, load_traces(r / 'traces.jsonl', task), 'test')
         text.append(f'| {r.name} | {span(s.get("micro"))} | {span(s.get("macro"))} | {span(s.get("macro_all_labels"))} | {span(s.get("precision"))} | {span(s.get("recall"))} | {s["n"]} | {s["truncated"]} |')
     if students:
-        text += ['\n## Students\n', '| student | arm | seed | precision | contrast knock-in recovery | contrast keep-only |', '|---|---|---|---|---|---|']
-        text += [f'| {s["name"]} | {s["arm"]} (lambda {s["lam"]}) | {s["seed"]} | {s["precision"]} | {span(s["recovery"])} | {span(s["keep"])} |' for s in students]
+        text += ['\n## Students\n', '| student | kind | arm | seed | precision | dev ce | contrast knock-in recovery | contrast keep-only |', '|---|---|---|---|---|---|---|---|']
+        text += [f'| {s["name"]}{"" if s["chosen"] else " (not chosen on dev)"} | {s["kind"]} | {s["arm"]} (lambda {s["lam"]:g}) | {s["seed"]} | {s["precision"]} | {f(s["dev"])} | {span(s["recovery"])} | {span(s["keep"])} |' for s in students]
     text += ['\n## Figures\n'] + [f'![{c}](figures/{n})\n\n*{c}*\n' for n, c in captions.items()]
     write_text(task.work / 'report.md', '\n'.join(text) + '\n')
     print(f'{"#":>2} {"claim":52} {"model":22} {"value":>8} {"interval":>18} {"n":>4}  verdict')
