@@ -257,10 +257,10 @@ def cross_entropy(model, hidden, target):
     return sum(torch.utils.checkpoint.checkpoint(one, h, t, use_reentrant=False) for h, t in zip(hidden.split(step), target.split(step)))
 
 
-def backward(model, part, past, labels, sup, count, pad, start=0):
+def backward(model, part, past, labels, sup, count, pad, start=0, scale=1):
     """Adds to the gradients of one micro-batch: part, a list of examples; labels, count: supervised tokens and events by
     phase of the WHOLE batch, so that micro-batches and ranks add up to one mean. The Probe stays open through backward, where
-    gradient checkpointing runs the layers again. Returns (ce, kl)."""
+    gradient checkpointing runs the layers again. scale: what an average over ranks will divide by. Returns (ce, kl)."""
     T = max(len(e['ids']) for e in part)
     ids = torch.tensor([e['ids'] + [pad] * (T - len(e['ids'])) for e in part], device=model.device)
     at = torch.tensor([b * T + t for b, e in enumerate(part) for t in range(e['n'] - 1, len(e['ids']) - 1)], device=model.device)
@@ -285,7 +285,7 @@ def backward(model, part, past, labels, sup, count, pad, start=0):
                 if js:
                     P = pool_words({l: w[js].float() for l, w in attn.items()}, sup.pool[phase], maps, W)
                     kl = kl + attention_loss(wanted[[where[j][3] for j in js]], P).sum() / (count[phase] * phases)
-        (ce + sup.lam * kl).backward()
+        (scale * (ce + sup.lam * kl)).backward()
     return float(ce.detach()), float(kl.detach())
 
 
@@ -355,6 +355,7 @@ def main():
                    'gradient (an approximation: on a toy the gradient had a cosine of 0.95 with the exact one)')
     p.add_argument('--refresh', type=int, default=20, help='steps between recomputations of a frozen prefix')
     p.add_argument('--checkpoint', action='store_true', help='gradient checkpointing: less memory, one more forward')
+    p.add_argument('--fsdp', action='store_true', help='with torchrun: weights, gradients and state split over the ranks (FSDP2); otherwise each rank holds them whole')
     p.add_argument('--steps', type=int, default=200)
     p.add_argument('--batch', type=int, default=16, help='sequences of one optimiser step')
     p.add_argument('--micro', type=int, default=0, help='sequences of one forward; 0: the whole batch')
@@ -371,7 +372,7 @@ def main():
 
     task = load_task(args.work)
     out = private_dir(private_dir(task.work / 'students') / args.name)
-    settings = {k: v for k, v in vars(args).items() if k not in ('rows', 'device', 'device_map', 'show_text', 'work', 'save_every', 'print_every', 'micro', 'checkpoint')}
+    settings = {k: v for k, v in vars(args).items() if k not in ('rows', 'device', 'device_map', 'show_text', 'work', 'save_every', 'print_every', 'micro', 'checkpoint', 'fsdp')}
     settings |= {'task': task.hash, 'init': folder_hash(args.student), 'source': folder_hash(args.data or args.traces) if args.data or args.traces else None}
     if args.teacher:
         run = task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name
@@ -407,9 +408,22 @@ def main():
             dev_events[i] = finder(i, t, len(enc.prefix) + len(enc.note(task.notes[i])))[0]
 
     # ---- precision: `model` runs forward and backward, `params` are what the optimiser moves
+    barrier()
+    if args.fsdp:
+        if args.prefix == 'shared' or args.precision == 'bf16-sr' or world() == 1:
+            raise Fault('--fsdp needs torchrun with two ranks or more, --prefix full or frozen, and --precision fp32, fp32-master or bf16')
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        if args.precision == 'bf16':
+            model.to(torch.bfloat16)
+        half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.precision == 'fp32-master' else MixedPrecisionPolicy()
+        for block in model.probe_layers:
+            fully_shard(block, mp_policy=half)
+        fully_shard(model, mp_policy=half, reshard_after_forward=False)
+        args.precision = 'fp32' if args.precision == 'fp32-master' else args.precision        # the shards are the masters
+        exported = torch.bfloat16 if half.param_dtype or args.precision == 'bf16' else torch.float32
     master = args.precision in ('fp32-master', 'bf16-sr')
     params = [w.detach().clone().requires_grad_() for w in model.parameters()] if master else None
-    if args.precision != 'fp32':
+    if args.precision != 'fp32' and not args.fsdp:
         model.to(torch.bfloat16)
     for w in model.parameters():
         w.requires_grad_(True)
@@ -434,8 +448,11 @@ def main():
     best = min((x['dev'], x['step']) for x in map(json.loads, log.read_text().splitlines()) if 'dev' in x) if step0 >= args.eval_every > 0 else (float('inf'), -1)
     if args.batch < world():
         raise Fault(f'--batch {args.batch} is smaller than the {world()} ranks')
-    barrier()
     began, seen, shared = time.time(), 0, None
+
+    def weights():
+        """What is exported: the weights that run forward (every rank takes part)."""
+        return {k: entire(v).to(exported) if args.fsdp and v.is_floating_point() else v for k, v in model.state_dict().items()}
 
     def collect():
         """Moves the compute copy's gradients to the masters', in fp32."""
@@ -461,7 +478,7 @@ def main():
         mine = sorted(batch[rank()::world()], key=lambda e: len(e['ids']))   # like lengths share a micro-batch: little padding
         ce_sum, kl_sum = 0.0, 0.0
         for i in range(0, len(mine), args.micro or len(mine)):
-            ce, kl = backward(model, mine[i:i + (args.micro or len(mine))], past, labels, sup, count, pad, start)
+            ce, kl = backward(model, mine[i:i + (args.micro or len(mine))], past, labels, sup, count, pad, start, world() if args.fsdp else 1)
             ce_sum, kl_sum = ce_sum + ce, kl_sum + kl
             collect()
             if start and args.prefix == 'shared':
@@ -469,11 +486,11 @@ def main():
         if start and args.prefix == 'shared':
             shared.backward()
             collect()
-        if world() > 1:
+        if world() > 1 and not args.fsdp:
             for w in params:                                      # losses carry global counts, so gradients add up
                 w.grad = torch.zeros_like(w) if w.grad is None else w.grad
                 torch.distributed.all_reduce(w.grad)
-        norm = float(torch.nn.utils.clip_grad_norm_(params, args.clip))
+        norm = float(entire(torch.nn.utils.clip_grad_norm_(params, args.clip)))
         if not np.isfinite(norm):
             raise Fault(f'step {step}: gradient norm is {norm}; the last resume point is kept')
         optim.step()
@@ -486,25 +503,31 @@ def main():
                     if args.precision == 'bf16-sr':
                         m.copy_(w)                                # nothing finer than bf16 is remembered
         seen += sum(len(e['ids']) for e in batch)
+        if world() > 1:                                           # the whole batch's losses, on every rank
+            sums = torch.tensor([ce_sum, kl_sum], device=model.device)
+            torch.distributed.all_reduce(sums)
+            ce_sum, kl_sum = sums.tolist()
+        record = {'step': step, 'ce': round(ce_sum, 6), 'kl': round(kl_sum, 6), 'lr': float(f'{lr:.3e}'), 'norm': round(norm, 4)}
+        if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
+            record |= evaluate_dev(model, dev, dev_events, prefix_kv(model, enc) if start else (), start)
+            if record['dev'] < best[0]:
+                best, state = (record['dev'], step), weights()
+                if rank() == 0:
+                    model.save_pretrained(out / 'resume' / 'best', state_dict=state)
         if rank() == 0:
-            record = {'step': step, 'ce': round(ce_sum, 6), 'kl': round(kl_sum, 6), 'lr': float(f'{lr:.3e}'), 'norm': round(norm, 4)}
-            if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
-                record |= evaluate_dev(model, dev, dev_events, prefix_kv(model, enc) if start else (), start)
-                if record['dev'] < best[0]:
-                    best = (record['dev'], step)
-                    model.save_pretrained(out / 'resume' / 'best')
             with log.open('a') as f:
                 f.write(json.dumps(record) + '\n')
             if step % args.print_every == 0 or step + 1 == args.steps:
                 rate, left = seen / (time.time() - began), (time.time() - began) / (step + 1 - step0) * (args.steps - step - 1)
                 print(f'step {step:5d}/{args.steps}  ce {ce_sum:7.4f}  kl {kl_sum:7.4f}  lr {lr:.2e}  norm {norm:6.2f}  {rate:7.0f} tok/s  left {left:5.0f} s'
                       + ''.join(f'  {k} {record[k]:.3f}' for k in ('dev', *PHASES) if k in record), flush=True)
-            if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
-                save_state(resume, model, params, optim, step + 1)
+        if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
+            save_state(resume, model, params, optim, step + 1)
 
+    state = weights()
     if rank() == 0:
         model.config._attn_implementation = 'sdpa' if getattr(model, '_supports_sdpa', True) else 'eager'
-        model.save_pretrained(out)
+        model.save_pretrained(out, state_dict=state)
         if args.eval_every and best[1] != args.steps - 1:         # the exported weights are those that were evaluated
             for f in (out / 'resume' / 'best').glob('*.safetensors*'):
                 shutil.copy(f, out / f.name)
@@ -515,16 +538,30 @@ def main():
               + (f', exported step {best[1]} with dev ce {best[0]:.4f}' if args.eval_every else '') + f'\nnext: python characterize.py --work {args.work} --model {out}')
 
 
+def entire(x):
+    """A tensor that FSDP may have split over the ranks, whole (every rank takes part)."""
+    return x.full_tensor() if hasattr(x, 'full_tensor') else x
+
+
+def like(x, value):
+    """value (whole), split over the ranks as x is."""
+    if not hasattr(x, 'full_tensor'):
+        return value.to(x.device)
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(value.to(x.device), x.device_mesh, x.placements)
+
+
 def save_state(path, model, params, optim, step):
     """Weights, masters and optimiser state in one safetensors file, whole or not at all."""
     t = {'step': torch.tensor(step)}
     for i, (w, m) in enumerate(zip(model.parameters(), params)):
-        t[f'{i}.w'] = w.data
+        t[f'{i}.w'] = entire(w.data)
         if m is not w:
             t[f'{i}.m'] = m.data
         for k, v in optim.state[m].items():
-            t[f'{i}.opt.{k}'] = v
-    write_tensors(path, {k: v.clone() for k, v in t.items()})
+            t[f'{i}.opt.{k}'] = entire(v)
+    if rank() == 0:
+        write_tensors(path, {k: v.clone() for k, v in t.items()})
 
 
 def load_state(path, model, params, optim):
@@ -532,14 +569,14 @@ def load_state(path, model, params, optim):
     with safe_open(str(path), 'pt') as f:
         with torch.no_grad():
             for i, (w, m) in enumerate(zip(model.parameters(), params)):
-                w.copy_(f.get_tensor(f'{i}.w'))
+                w.copy_(like(w, f.get_tensor(f'{i}.w')))
                 if m is not w:
                     m.copy_(f.get_tensor(f'{i}.m'))
         for key in f.keys():
             i, *rest = key.split('.')
             if rest[:1] == ['opt']:
                 value = f.get_tensor(key)
-                optim.state[params[int(i)]][rest[1]] = value if rest[1] == 'step' else value.to(params[int(i)].device)
+                optim.state[params[int(i)]][rest[1]] = value if rest[1] == 'step' else like(params[int(i)], value)
         return int(f.get_tensor('step'))
 
 

@@ -1,50 +1,90 @@
 #!/usr/bin/env bash
 # The whole reproduction. Every stage resumes: run it again and it goes on where it stopped.
 #
-#   bash run_all.sh                                      the toy: trains its teacher and students, roughly a quarter of an hour on 2 cores
-#   TASK=bc5cdr MODEL=SmolLM2-135M-Instruct CORPUS=BC5CDR bash run_all.sh      a real model on real abstracts, 1.5 hours
+#   bash run_all.sh                                      the toy: trains two reasoners and the students, a quarter of an hour on 2 cores
+#   SEEDS=5 LAMBDAS="0.1 0.3 1" PRECISIONS="fp32-master bf16" bash run_all.sh      claims 14-17 in full, hours
+#   TASK=bc5cdr MODEL=SmolLM2-135M-Instruct CORPUS=BC5CDR bash run_all.sh          a real model on real abstracts, 2.5 hours
 #
-# Settings by environment: TASK, MODEL, WORK, SEEDS (students' seeds, toy), PY (python), CORPUS (bc5cdr).
+# Settings by environment: TASK, MODEL, WORK, PY (python), CORPUS (bc5cdr); for the toy's students SEEDS, LAMBDAS, PRECISIONS.
 set -euo pipefail
 cd "$(dirname "$0")"
-TASK=${TASK:-toy}; WORK=${WORK:-work/$TASK}; SEEDS=${SEEDS:-1}; PY=${PY:-python}
+TASK=${TASK:-toy}; WORK=${WORK:-work/$TASK}; PY=${PY:-python}; S=$WORK/students
+SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
-# characterize, ablate, knock in: run NAME's model; further arguments go to characterize.py
+# what a finished run looks like: the code, the settings and every stage's manifest
+state() { { cat ./*.py data/*/prepare.py run_all.sh; echo "$TASK $SEEDS $LAMBDAS $PRECISIONS ${MODEL:-}"; find "$WORK" -name manifest.json | sort | xargs cat; } 2>/dev/null | sha256sum; }
+if [ -f "$WORK/report.md" ] && [ "$(cat "$WORK/.finished" 2>/dev/null)" = "$(state)" ]; then
+  echo "everything is done: $WORK/report.md"; exit 0
+fi
+
+# two lanes, each with half of the cores: two small trainings side by side are faster than one after the other
+lanes() {
+  local pids=() lane
+  for lane in "$@"; do OMP_NUM_THREADS=$(( ($(nproc) + 1) / 2 )) $lane > >(sed -u "s/^/[${lane%% *}] /") 2>&1 & pids+=($!); done
+  for lane in "${pids[@]}"; do wait "$lane"; done
+}
+
+# characterize, ablate, knock in one model: NAME, heads of a set (0: the selected), further arguments to characterize.py
 study() {
   local model=$1 size=$2; shift 2
   $PY characterize.py --work "$WORK" --model "$model" "$@"
-  $PY ablate.py --work "$WORK" --model "$model" --size "$size"
+  $PY ablate.py --work "$WORK" --model "$model" --size "$size" $EXHAUSTIVE
   $PY knockin.py --work "$WORK" --model "$model" --size "$size"
 }
+EXHAUSTIVE=
+
+train() { $PY distill.py --work "$WORK" --print-every 50 "$@"; }
+lesson() { train --data "$WORK/train/$1.jsonl" --precision fp32 "${@:2}"; }
+
+# a reasoner from random weights: it learns to copy, to copy by longer contexts, to code from short lists, from long ones. Each
+# list is new, so that it has to be read
+reasoner() {
+  lesson copy  --student "$WORK/init/$1" --scratch --name "$1-copy" --steps 350 --batch 32
+  lesson few   --student "$S/$1-copy"  --name "$1-few"   --steps 450 --batch 32
+  lesson short --student "$S/$1-few"   --name "$1-short" --steps 300 --batch 32
+  lesson long  --student "$S/$1-short" --name "$1"       --steps 600 --batch 8 --micro 4 --decay 0.5
+}
+teacher() { reasoner teacher; EXHAUSTIVE='--exhaustive 4'; study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 128; }
+second() { reasoner second; study "$S/second" 0 --max-new-tokens 128; }
+
+# a seed's arms from one shared start. Their budget, 80 steps of 16 on the teacher's 160 train traces, was fixed before any arm was
+# compared: with an endless stream or a few hundred steps every arm gets every decision right and nothing is left to compare
+base() { lesson copy --student "$WORK/init/student" --scratch --name "base-s$1" --steps 350 --batch 32 --seed "$1"; }
+arm() {
+  local pool=$1 lam=$2 precision=$3 seed=$4 name=$1-$2-$3-s$4
+  train --teacher "$S/teacher" --student "$S/base-s$seed" --lam "$lam" --pool "$pool" --precision "$precision" --name "$name" --steps 80 --batch 16 --eval-every 10 --seed "$seed"
+  study "$S/$name" 3 --max-new-tokens 192 --early 0
+}
+arms() {                                             # every second one of all arms, so that two lanes share them
+  local n=0 seed precision lam
+  for seed in $(seq 0 $((SEEDS - 1))); do for precision in $PRECISIONS; do
+    for what in "top 0" $(for lam in $LAMBDAS; do echo "top_$lam random_$lam"; done); do
+      set -- ${what//_/ }
+      if [ $((n++ % 2)) = "$LANE" ]; then arm "$1" "$2" "$precision" "$seed"; fi
+    done
+  done; done
+}
+bases() { local seed; for seed in $(seq 0 $((SEEDS - 1))); do base "$seed"; done; }
+left() { LANE=0 arms; }
+right() { LANE=1 arms; }
+readers() { second; bases; }
 
 if [ "$TASK" = toy ]; then
-  S=$WORK/students; FP="--precision fp32"
   $PY data/toy/prepare.py --work "$WORK"
-  # the teacher: first it learns to copy, then to code from lists that are new in every episode
-  $PY distill.py --work "$WORK" --student "$WORK/init/teacher" --scratch --data "$WORK/train/copy.jsonl" --name teacher-copy $FP --steps 600 --batch 32
-  $PY distill.py --work "$WORK" --student "$S/teacher-copy" --data "$WORK/train/episodes.jsonl" --name teacher $FP --steps 650 --batch 32 --micro 8
-  study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 128
-  # the students: another family and tokenizer; copying is learned once a seed and shared by both arms. Their budget, 80 steps
-  # of 16 on the teacher's 160 train traces, was fixed before any arm was compared: with an endless stream or a few hundred
-  # steps every arm gets every decision right and nothing is left to compare.
-  for seed in $(seq 0 $((SEEDS - 1))); do
-    $PY distill.py --work "$WORK" --student "$WORK/init/student" --scratch --data "$WORK/train/copy.jsonl" --name "base-s$seed" $FP --steps 500 --batch 32 --seed "$seed"
-    for lam in 0 0.3; do
-      arm=$([ "$lam" = 0 ] && echo cot || echo mistill)
-      $PY distill.py --work "$WORK" --teacher "$S/teacher" --student "$S/base-s$seed" --lam "$lam" --name "$arm-s$seed" $FP --steps 80 --batch 16 --seed "$seed"
-      study "$S/$arm-s$seed" 3 --max-new-tokens 192
-    done
-  done
+  lanes teacher readers
+  lanes left right
   $PY evaluate.py --work "$WORK" --model "$S/teacher"
 elif [ "$TASK" = bc5cdr ]; then
   : "${MODEL:?a model folder, hub id or .gguf file}" "${CORPUS:?folder with the BC5CDR files}"
   $PY data/bc5cdr/prepare.py --corpus "$CORPUS" --work "$WORK"
   # a small instruct model is no coder: make it one on traces written from the gold mentions, then study it on its own traces
-  $PY distill.py --work "$WORK" --student "$MODEL" --traces "$WORK/gold.jsonl" --prefix frozen --refresh 8 --name coder \
+  train --student "$MODEL" --traces "$WORK/gold.jsonl" --prefix frozen --refresh 8 --name coder \
     --precision fp32 --steps 105 --batch 4 --micro 2 --lr 2e-4 --warmup 8 --save-every 15
-  study "$WORK/students/coder" 0 --limit 20 --max-new-tokens 160 --batch 8
-  $PY evaluate.py --work "$WORK" --model "$WORK/students/coder"
+  study "$S/coder" 0 --limit 40 --max-new-tokens 160 --batch 8
+  $PY evaluate.py --work "$WORK" --model "$S/coder"
 else
   echo "error: TASK=$TASK is none of toy, bc5cdr" >&2; exit 1
 fi
+state > "$WORK/.finished"
 echo "report: $WORK/report.md"

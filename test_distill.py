@@ -1,5 +1,8 @@
 """The training loop: words across tokenizers, the attention loss, precision, batches, resume."""
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 import distill
 from common import PHASES, attach, prefill
 from test_engine import FAMILIES, P, build
-from test_smoke import run
+from test_smoke import HERE, run
 
 
 @settings(max_examples=80, deadline=None)
@@ -206,6 +209,23 @@ def test_micro_batches_and_a_frozen_prefix_of_no_tokens_train_alike(work):     #
     assert np.allclose(one[1], four[1], atol=1e-4)
     frozen = train(work, 'frozen', '--precision', 'fp32', '--prefix', 'frozen', '--refresh', 1)
     assert abs(frozen[1][0] - one[1][0]) < 1e-4                   # the same forward; only the prefix's gradient is missing
+
+
+def test_two_ranks_train_as_one(work, tmp_path):                  # fault 34, run
+    """torchrun with 2 processes (gloo), each rank whole and FSDP2, in fp32 and with masters: the loss curve of one process."""
+    more = ('--steps', 6, '--batch', 4, '--micro', 1, '--scratch', '--lr', 5e-3, '--warmup', 1)
+    for n, (precision, fsdp) in enumerate((('fp32', ()), ('fp32', ('--fsdp',)), ('fp32-master', ('--fsdp', '--save-every', '3')))):
+        if precision == 'fp32' and not fsdp:
+            alone = train(work, 'alone', '--precision', 'fp32', *more)[1]
+        command = ['distill.py', '--work', work, '--student', work / 'init/student', '--traces', work / 'gold.jsonl', '--name', f'ranks{n}', '--precision', precision, *more, *fsdp]
+        done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--master-port', str(29620 + n), *map(str, command)],
+                              cwd=HERE, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        assert not done.returncode, done.stderr[-3000:]
+        curve = [json.loads(x)['ce'] for x in open(work / 'students' / f'ranks{n}' / 'log.jsonl')]
+        assert np.allclose(curve, alone, atol=2e-4 if precision == 'fp32' else 5e-2), (precision, fsdp, curve, alone)
+        import common
+        model = common.load_model(work / 'students' / f'ranks{n}')
+        assert all(torch.isfinite(w).all() for w in model.parameters())
 
 
 def test_a_sequence_over_the_limit_names_its_note(work):          # fault 23

@@ -2,8 +2,7 @@
 
     python data/toy/prepare.py --work work/toy
 
-A code is a region letter and a two-digit leaf (K17). The candidate list says, line by line, `qualifier finding code`;
-all codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in
+A code is a region letter and a two-digit leaf (K17). The candidate list says `qualifier finding code`, one after another; all codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in
 order, one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code; now and then
 the words are left out and the code follows the links. Where the note says `possible`, it first says `not`, another candidate of
 the region with its code (the near-miss), `but`, then its own.
@@ -13,8 +12,8 @@ that a model must read the list; the task itself has one fixed list (knock-in be
 drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
 
 Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/*.jsonl (the four lessons for
-distill.py --data, in order: copy, few, short, long) and the folders init/teacher and init/student: config.json and tokenizer
-of two families, no weights.
+distill.py --data, in order: copy, few, short, long) and the folders init/teacher, init/second and init/student: config.json and tokenizer, no
+weights; Llama, Qwen2 with the same tokenizer, a smaller Qwen2 with another.
 """
 import argparse
 import json
@@ -31,8 +30,9 @@ NOISE = ('patient came with family after dinner walked slowly spoke about work g
          'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
 LINKS = 'to be read as'.split()                        # a trace takes the last 0 to 4 of them
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
-BARE = 0.0                                            # share of mentions whose code follows the links at once
-PROMPT = {'prefix': 'Candidates\n{list}', 'before_note': 'Note:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as'}
+TEACHER, STUDENT = (r' ?[A-Z](?=\d)| ?[A-Za-z]' + x + r'|\s|[^\w\s]' for x in (r'+|\d\d', r'{1,5}|\d'))      # where tokens are cut: the student splits long words and leaves
+BARE = 0.2                                            # share of mentions whose code follows the links at once
+PROMPT = {'prefix': 'Candidates:{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as '}
 
 
 def draw_list(rng, regions, leaves):
@@ -45,9 +45,9 @@ def draw_list(rng, regions, leaves):
 
 
 def list_text(rng, table):
-    lines = [f'{q} {f} {c}\n' for f, row in table.items() for q, c in row.items()]
-    rng.shuffle(lines)
-    return PROMPT['prefix'].format(list=''.join(lines))
+    entries = [f' {q} {f} {c}' for f, row in table.items() for q, c in row.items()]
+    rng.shuffle(entries)
+    return PROMPT['prefix'].format(list=''.join(entries))
 
 
 def draw_note(rng, table, mentions):
@@ -70,7 +70,7 @@ def draw_trace(rng, table, found, links=len(LINKS), bare=BARE):
         text += f' {q} {f}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
         short = near is None and rng.random() < bare
         text += (f' not {near} {f} {table[f][near]} but' if near else '') + ('' if short else f' {q} {f}') + f' {code}\n'
-    return text + PROMPT['answer'] + ''.join(f' {q} {f} {code}' for f, q, code, _, _, _ in found)
+    return text + PROMPT['answer'] + ''.join(f' {code}' for _, _, code, _, _, _ in found)
 
 
 # lessons of episodes: up to this share of one, regions and leaves of a list, mentions of a note (lowest, highest). Many mentions
@@ -97,7 +97,7 @@ def copies(rng, n, few):
     every = FINDINGS + QUALIFIERS + NOISE + LINKS
     for _ in range(n):
         pool = rng.sample(every, rng.randint(4, 12)) if few else every
-        words = [rng.choice(pool) if rng.random() < 0.92 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
+        words = [rng.choice(pool) if rng.random() < 0.8 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
         yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(48 - len(words)))}
 
 
@@ -122,7 +122,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--train', default='copy=11200,few=9600,short=12800,long=4800', help='records of each lesson')
+    p.add_argument('--train', default='copy=11200,few=14400,short=9600,long=4800', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -142,18 +142,19 @@ def main():
     private_dir(work / 'train')
     for lesson, n in (s.split('=') for s in args.train.split(',')):
         rng = random.Random(f'{lesson} {args.seed}')
-        records = copies(rng, int(n), lesson == 'few') if lesson in ('copy', 'few') else episodes(rng, int(n), SHORT, 3.2) if lesson == 'short' else episodes(rng, int(n), LONG, 12)
+        records = copies(rng, int(n), lesson == 'few') if lesson in ('copy', 'few') else episodes(rng, int(n), SHORT, 3.2) if lesson == 'short' else episodes(rng, int(n), LONG, 12, BARE)
         write_jsonl(work / 'train' / f'{lesson}.jsonl', records)
     words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
              PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer']]
     ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.02)
-    one = tokenizer(work / 'init' / 'teacher', r' ?[A-Z](?=\d)| ?[A-Za-z]+|\d|\s|[^\w\s]', texts)
-    two = tokenizer(work / 'init' / 'student', r' ?[A-Z](?=\d)| ?[A-Za-z]{1,5}|\d\d|\s|[^\w\s]', texts)
-    LlamaConfig(vocab_size=one, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
-                tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'teacher')
-    Qwen2Config(vocab_size=two, hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
-                tie_word_embeddings=False, **ids).save_pretrained(work / 'init' / 'student')
+    one = tokenizer(work / 'init' / 'teacher', TEACHER, texts)
+    two = tokenizer(work / 'init' / 'student', STUDENT, texts)
+    tokenizer(work / 'init' / 'second', TEACHER, texts)
+    big = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
+    LlamaConfig(vocab_size=one, **big, **ids).save_pretrained(work / 'init' / 'teacher')
+    Qwen2Config(vocab_size=one, **big, **ids).save_pretrained(work / 'init' / 'second')
+    Qwen2Config(vocab_size=two, **big | dict(hidden_size=96, intermediate_size=288, num_attention_heads=6, num_key_value_heads=3), **ids).save_pretrained(work / 'init' / 'student')
     write_jsonl(work / 'gold.jsonl', gold)
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{q} {f}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
