@@ -582,18 +582,18 @@ SPANS = ('region', 'list', 'note', 'near_miss', 'others')
 
 
 def list_regions(enc):
-    """(P,) region number of each prefix token on a candidate's line, -1 elsewhere. A line that names codes of several
-    regions counts by its code tokens alone. [A]"""
+    """(P,) region number of each prefix token that belongs to a candidate's entry, -1 elsewhere. An entry is the line that
+    names one code; in a line of several it is a code with the words up to its neighbour: those before it, or those behind
+    it where the line opens with a code. [A]"""
     text, task = enc.prefix_text, enc.task
     offs = spans(enc.tok, [text])[0][1]
     start, end = (np.array([o[k] for o in offs]) for k in (0, 1))
     out, at = np.full(len(enc.prefix), -1), 0
     for line in text.splitlines(keepends=True):
-        named = [(at + a, at + b, task.region[task.index[c]]) for a, b, c in mentions(line, task.index)]
-        if len({r for _, _, r in named}) == 1:
-            named = [(at, at + len(line.rstrip()), named[0][2])]
-        for a, b, r in named:
-            out[enc.front + np.arange(np.searchsorted(end, a, 'right'), np.searchsorted(start, b, 'left'))] = r
+        named = mentions(line, task.index)
+        cuts = [0, *(b for _, b, _ in named[:-1]), len(line.rstrip())] if named and line[:named[0][0]].strip() else [*(a for a, _, _ in named), len(line.rstrip())]
+        for a, b, (_, _, code) in zip(cuts, cuts[1:], named):
+            out[enc.front + np.arange(np.searchsorted(end, at + a, 'right'), np.searchsorted(start, at + b, 'left'))] = task.region[task.index[code]]
         at += len(line)
     return out
 

@@ -145,7 +145,8 @@ def reasoner_claims(task, run, seed):
     limit = 0.35 if L * H < 50 else 0.15
     for p in PHASES:
         if sets[p]:
-            add(4, f'share of heads, {p}', len(sets[p]) / (L * H), len(sets[p]) / (L * H) <= limit, 'heads.jsonl', used, limit=limit, heads=[f'{l}.{h}' for l, h in sets[p]])
+            add(4, f'share of heads, {p}', len(sets[p]) / (L * H), len(sets[p]) / (L * H) <= limit, 'heads.jsonl', used, limit=limit, heads=[f'{l}.{h}' for l, h in sets[p]],
+                layers=np.bincount([l for l, _ in sets[p]], minlength=L).tolist())
     for p, (v, low, high, chance, n) in split_half(run, sets, discovery, seed).items():
         add(5, f'split-half Jaccard, {p}', (v, low, high), low > chance, 'events.safetensors', n, chance_95=chance)
 
@@ -394,15 +395,18 @@ def figures(task, runs, students, folder):
             save(fig, f'recovery-{run.name}', f'{run.name}: keep-only recovery against set size on held-out notes, 95 % interval over notes; grey: random sets of the same layers, median and 95 % of {len(curve[0]["controls"])}; dashed: the 80 % asked for on discovery notes; dotted: the selected size.')
         own = [r for r in records if r['kind'] in ('necessity', 'keep-only') and r['set'] == r['phase'] and 'edge' in r]
         if own:
-            fig, axes = plt.subplots(1, len(own), figsize=(2.4 * len(own), 2.7), layout='constrained', squeeze=False)
-            for ax, r in zip(axes[0], own):
+            shown = [p for p in (*PHASES, 'early') if any(r['phase'] == p for r in own)]
+            fig, axes = plt.subplots(2, len(shown), figsize=(2.5 * len(shown), 4.8), layout='constrained', squeeze=False)
+            for r in own:
+                ax = axes[int(r['kind'] == 'keep-only'), shown.index(r['phase'])]
                 ids = sorted(r['notes'], key=r['notes'].get)
                 ax.plot([r['edge'][i] for i in ids], range(len(ids)), '.', color='grey', ms=3, label='95 % of random sets')
                 ax.plot([r['notes'][i] for i in ids], range(len(ids)), '.', color=COLOURS[r['phase']] if r['phase'] in COLOURS else '#CC79A7', ms=4, label='the set')
                 ax.axvline(0, color='black', lw=0.6)
                 ax.set_title(f'{r["kind"]}, {r["phase"]}\n{r["pass"]:.2f} of {r["n"]} notes above', fontsize=8)
                 ax.set_xlabel('drop (logits)' if r['kind'] == 'necessity' else 'recovered (logits)', fontsize=8)
-            axes[0, 0].set_ylabel('held-out note (sorted)')
+            for ax in axes[:, 0]:
+                ax.set_ylabel('held-out note (sorted)')
             axes[0, 0].legend(frameon=False, fontsize=6)
             save(fig, f'notes-{run.name}', f'{run.name}: note by note, mean over a note\'s events: what ablating the set costs (necessity) and what the set alone recovers (keep-only), beside the 95th percentile of its random sets of the same size and layers.')
         early = jsonl(run / 'early.jsonl')

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common import Encoder, EventFinder, Fault, Task, Trie, answer_codes, mentions, spans
+from common import EarlySites, Encoder, EventFinder, Fault, Task, Trie, answer_codes, list_regions, mentions, reading_spans, spans
 
 TEXT = ['notes E11.9 E11 E11.65 I10 I11.0 (code: E11.9) but not E11.65\nFinal codes: E11.9 I10 I11.0 I10, the “quoted” naïve word K17 K42 0123456789'] * 4
 
@@ -212,3 +212,55 @@ def test_a_folder_gives_the_tokenizer_it_holds(kind, tmp_path):
     tok.save_pretrained(tmp_path)
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM']}))
     assert load_tokenizer(str(tmp_path))(TEXT[0])['input_ids'] == tok(TEXT[0])['input_ids']
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('text', ['List\nnotes E11.9\nword E11.65\nnaïve I10', 'List\n notes E11.9 word E11.65 naïve I10', 'List\nE11.9 notes E11.65 word I10 naïve'])
+def test_entries_of_the_list_belong_to_their_region(kind, text):
+    """One entry a line, entries in a row with the words first, and with the code first: each entry's tokens, no others."""
+    t = task(['E11.9', 'E11.65', 'I10'])
+    t.prompt['prefix'] = text
+    enc = Encoder(tokenizer(kind), t)
+    got, (ids, offs) = list_regions(enc)[enc.front:], spans(enc.tok, [text])[0]
+    assert len(got) == len(ids) and (list_regions(enc)[:enc.front] == -1).all()
+    for region, words in ((t.region[0], ('notes E11.9', 'word E11.65', 'E11.9 notes', 'E11.65 word')), (t.region[2], ('naïve I10', 'I10 naïve'))):
+        want = [(text.find(w), text.find(w) + len(w)) for w in words if w in text]
+        for r, (s, e) in zip(got, offs):
+            inside = [a < e and b > s and text[max(s, a):min(e, b)].strip() for a, b in want]
+            assert not any(inside) or r == region
+        assert sum(any(a < e and b > s for a, b in want) for s, e in offs) >= (got == region).sum() - 1      # at most a white space more
+    assert got[0] == -1
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_spans_that_heads_read(kind):
+    """The near-miss's earlier mentions and as many tokens of other codes' mentions, nearest to them, never the code's own."""
+    t = task(['E11.9', 'E11.65', 'I10', 'I11.0'])
+    t.prompt['before_note'] = 'notes '
+    enc, note, text = Encoder(tokenizer(kind), t), {'text': 'not word'}, 'I10 word E11.65 but not E11.9\nFinal codes: E11.9 I10'
+    first = len(enc.prefix) + len(enc.note(note))
+    events, _ = EventFinder(enc)('n', {'id': 'n', 'completion': text, 'codes': ['E11.9', 'I10'], 'truncated': False}, first)
+    ids, offs = enc.completion(text)
+    x = reading_spans(enc, list_regions(enc), note, text, events, first + len(ids)).numpy()
+    e = next(i for i, e in enumerate(events) if e['phase'] == 'contrast')
+    covered = lambda mask: ''.join(text[s:e] for m, (s, e) in zip(mask[first:], offs) if m)
+    near, other = x[e, 3], x[e, 4]
+    assert not (near & other).any() and not x[e, 3:, :first].any() and not x[e, 3:, events[e]['query'] + 1:].any()
+    assert near.sum() == other.sum() or not near.any()           # no near-miss span without a control of its size
+    if near.any():
+        assert covered(near).strip() == 'E11.65' and set(covered(other)) <= set(' I10')
+    noted = enc.tok.decode([i for i, m in zip(enc.note(note), x[e, 2, len(enc.prefix):first]) if m])
+    assert 'not word' in noted and x[e, 2].sum() <= len(enc.note(note))
+    assert not x[[i for i, v in enumerate(events) if v['phase'] != 'contrast'], 3:].any()
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_early_probe_scores_every_region(kind):
+    t = task(['E11.9', 'E11.65', 'I10', 'I11.0', 'K17'])
+    sites = EarlySites(EventFinder(Encoder(tokenizer(kind), t)))
+    text = ' (code: '
+    for c in t.codes:
+        ids, offs = spans(tokenizer(kind), [text + c])[0]
+        target, own, foils = sites.decision(c)
+        assert ids[:len(sites.ids)] == sites.ids and ids[len(sites.ids)] == target
+        assert target in own and not set(own) & set(foils) and set(own) | set(foils) == set(sites.tokens)

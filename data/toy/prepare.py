@@ -30,9 +30,9 @@ NOISE = ('patient came with family after dinner walked slowly spoke about work g
          'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
 LINKS = 'to be read as'.split()                        # a trace takes the last 0 to 4 of them
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
-TEACHER, STUDENT = (r' ?[A-Z](?=\d)| ?[A-Za-z]' + x + r'|\s|[^\w\s]' for x in (r'+|\d\d', r'{1,5}|\d'))      # where tokens are cut: the student splits long words and leaves
+TEACHER, STUDENT = (r' ?[A-Z](?=\d)| ?[A-Za-z]' + x + r'|\s|[^\w\s]' for x in (r'+|\d', r'{1,5}|\d\d'))      # where tokens are cut: the student splits long words and leaves
 BARE = 0.2                                            # share of mentions whose code follows the links at once
-PROMPT = {'prefix': 'Candidates:{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as '}
+PROMPT = {'prefix': 'Candidates:\n{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as '}
 
 
 def draw_list(rng, regions, leaves):
@@ -97,7 +97,7 @@ def copies(rng, n, few):
     every = FINDINGS + QUALIFIERS + NOISE + LINKS
     for _ in range(n):
         pool = rng.sample(every, rng.randint(4, 12)) if few else every
-        words = [rng.choice(pool) if rng.random() < 0.8 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
+        words = [rng.choice(pool) if rng.random() < 0.92 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
         yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(48 - len(words)))}
 
 
@@ -151,7 +151,7 @@ def main():
     one = tokenizer(work / 'init' / 'teacher', TEACHER, texts)
     two = tokenizer(work / 'init' / 'student', STUDENT, texts)
     tokenizer(work / 'init' / 'second', TEACHER, texts)
-    big = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
+    big = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False)
     LlamaConfig(vocab_size=one, **big, **ids).save_pretrained(work / 'init' / 'teacher')
     Qwen2Config(vocab_size=one, **big, **ids).save_pretrained(work / 'init' / 'second')
     Qwen2Config(vocab_size=two, **big | dict(hidden_size=96, intermediate_size=288, num_attention_heads=6, num_key_value_heads=3), **ids).save_pretrained(work / 'init' / 'student')
