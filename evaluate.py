@@ -262,7 +262,9 @@ def student_table(task, runs):
     """One entry a trained student that was characterized: arm, seed, precision, F1, contrast recovery, its training log. Of
     one arm, seed and precision trained with several lambdas, `chosen` is the one of the lowest dev cross-entropy: one rule."""
     out = []
-    family = lambda folder: json.loads((pathlib.Path(folder) / 'config.json').read_text()).get('model_type') if (pathlib.Path(folder) / 'config.json').exists() else None
+    def family(folder):                                           # model_type of a folder, named from here or from the work directory
+        found = [x for x in (pathlib.Path(folder) / 'config.json', task.work / 'students' / pathlib.Path(folder).name / 'config.json') if x.exists()]
+        return json.loads(found[0].read_text()).get('model_type') if found else None
     for run in runs:
         folder = task.work / 'students' / run.name
         s = json.loads((folder / 'manifest.json').read_text())['distill']['settings']
@@ -516,11 +518,16 @@ def main():
     span = lambda x: '-' if x is None or x[0] is None else f'{x[0]:.3f} [{x[1]:.3f}, {x[2]:.3f}]'
     between = lambda r: '' if r['low'] is None else f'[{r["low"]:.3f}, {r["high"]:.3f}]'
     verdict = {True: 'holds', False: 'does not hold', None: '-'}
+
+    def picture(r):                                               # the figure that shows a claim
+        kind = {3: 'heads', 4: 'recovery', 6: 'phases', 7: 'notes', 8: 'notes', 9: 'families', 11: 'early'}.get(r['claim'])
+        file = 'students.png' if r['claim'] in (14, 15, 16, 17) else f'{kind}-{r["model"]}.png'
+        return f'[{file[:-4]}](figures/{file})' if file in captions and r['value'] is not None else ''
     text = [f'# {task.work.name}: what the runs say\n', f'{len(task.codes)} candidate codes, {len(task.notes)} notes. Intervals are 95 % over notes. Made by `{command}`.\n', '## Claims\n',
-            '| # | claim | model | value | interval | n | verdict |', '|---|---|---|---|---|---|---|']
+            '| # | claim | model | value | interval | n | verdict | figure |', '|---|---|---|---|---|---|---|---|']
     for r in rows:
         text.append(f'| {r["claim"]} | {r["name"]} | {r["model"]} | {f(r["value"]) if r["value"] is not None else r.get("reason", "not computed")} | '
-                    f'{between(r) or "-"} | {r["n"]} | {verdict[r["holds"]]} |')
+                    f'{between(r) or "-"} | {r["n"]} | {verdict[r["holds"]]} | {picture(r)} |')
     robust = [(r.name, x) for r in reasoners for x in jsonl(r / 'sets.jsonl') if '(' in x['kind'] or x['kind'] == 'exhaustive']
     if robust:
         text += ['\n## Robustness\n', 'The set tests again with zeros, another event\'s values (resample) or the log-sum-exp margin (lse); and the smallest sufficient set by exhaustive search.\n',

@@ -194,3 +194,30 @@ def test_a_model_with_nothing_to_find(tmp_path):
         assert len(open(w / 'runs' / name / 'heads.jsonl').readlines()) == 3 * 24
     if CONTRACT.exists():
         assert 'contract holds' in run(CONTRACT, w)
+
+
+def test_run_all_stops_at_a_failing_lane_and_knows_a_finished_run(tmp_path):
+    """The driver alone, with a stand-in for python that notes its calls and fails where it is told to."""
+    fake, w = tmp_path / 'fake', tmp_path / 'w'
+    fake.write_text('#!/bin/bash\necho "$@" >> "$CALLS"\ncase "$*" in *${FAIL:-nothing}*) echo broken >&2; exit 3;; esac\n'
+                    'case "$1" in data*) mkdir -p "$3";; evaluate.py) touch "$3/report.md";; esac\n')
+    fake.chmod(0o755)
+
+    def go(**env):
+        import os
+        return subprocess.run(['bash', 'run_all.sh'], cwd=HERE, capture_output=True, text=True, env={**os.environ, 'PY': str(fake), 'WORK': str(w), 'CALLS': str(tmp_path / 'calls'), **env})
+    calls = lambda: (tmp_path / 'calls').read_text().splitlines()
+    broken = go(FAIL='init/second')
+    assert broken.returncode and not (w / '.finished').exists() and not any(c.startswith('evaluate') for c in calls())
+    (tmp_path / 'calls').unlink()
+    done = go(SEEDS='2')
+    assert not done.returncode, done.stderr
+    names = [c.split('--name ')[1].split()[0] for c in calls() if c.startswith('distill.py')]
+    assert len(names) == len(set(names)) and set(names) == {f'{r}{x}' for r in ('teacher', 'second') for x in ('-copy', '-few', '-short', '')} | {
+        f'base-s{s}' for s in (0, 1)} | {f'{a}-fp32-s{s}' for s in (0, 1) for a in ('top-0', 'top-0.3', 'random-0.3')}
+    assert calls()[-1].startswith('evaluate') and sum(c.startswith('characterize') for c in calls()) == 8
+    before = calls()
+    again = go(SEEDS='2')
+    assert 'everything is done' in again.stdout and calls() == before
+    go(SEEDS='1')                                                 # other settings: the stages are asked again
+    assert len(calls()) > len(before)

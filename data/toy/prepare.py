@@ -2,18 +2,19 @@
 
     python data/toy/prepare.py --work work/toy
 
-A code is a region letter and a two-digit leaf (K17). The candidate list says `qualifier finding code`, one after another; all codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in
-order, one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code; now and then
-the words are left out and the code follows the links. Where the note says `possible`, it first says `not`, another candidate of
-the region with its code (the near-miss), `but`, then its own.
+A code is a region letter and a two-digit leaf (K17). The candidate list says `qualifier finding code`, one after another; all
+codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in order,
+one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code; now and then the
+words are left out and the code follows the links. Where the note says `possible`, it first says `not`, another candidate of the
+region with its code (the near-miss), `but`, then its own.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
 drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
 
 Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/*.jsonl (the four lessons for
-distill.py --data, in order: copy, few, short, long) and the folders init/teacher, init/second and init/student: config.json and tokenizer, no
-weights; Llama, Qwen2 with the same tokenizer, a smaller Qwen2 with another.
+distill.py --data, in order: copy, few, short, long) and the folders init/teacher, init/second and init/student: config.json and
+tokenizer, no weights; Llama, Qwen2 with the same tokenizer, a smaller Qwen2 with another.
 """
 import argparse
 import json
@@ -91,14 +92,14 @@ def episodes(rng, n, stages, links, bare=0.0):
 
 
 def copies(rng, n, few):
-    """n random word sequences, each said again and again: what teaches a small transformer to copy by content. Periods are
-    mixed in every batch, so that no fixed distance does it. few: each sequence is drawn from few words, so that the word
-    before is not enough and longer contexts must be matched."""
+    """n random sequences of words and codes, each said again and again: what teaches a small transformer to copy by content.
+    Periods are mixed in every batch, so that no fixed distance does it. few: each sequence is drawn from few words and
+    letters, so that the token before is not enough and longer contexts must be matched."""
     every = FINDINGS + QUALIFIERS + NOISE + LINKS
     for _ in range(n):
-        pool = rng.sample(every, rng.randint(4, 12)) if few else every
-        words = [rng.choice(pool) if rng.random() < 0.92 else f'{rng.choice(LETTERS)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 24))]
-        yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(48 - len(words)))}
+        pool, letters = (rng.sample(every, rng.randint(4, 12)), rng.sample(LETTERS, rng.randint(1, 4))) if few else (every, LETTERS)
+        words = [rng.choice(pool) if rng.random() < 0.7 else f'{rng.choice(letters)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 18))]
+        yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(36 - len(words)))}
 
 
 def tokenizer(folder, pattern, texts):
@@ -122,7 +123,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--train', default='copy=11200,few=14400,short=9600,long=4800', help='records of each lesson')
+    p.add_argument('--train', default='copy=9600,few=11200,short=11200,long=5600', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -142,7 +143,8 @@ def main():
     private_dir(work / 'train')
     for lesson, n in (s.split('=') for s in args.train.split(',')):
         rng = random.Random(f'{lesson} {args.seed}')
-        records = copies(rng, int(n), lesson == 'few') if lesson in ('copy', 'few') else episodes(rng, int(n), SHORT, 3.2) if lesson == 'short' else episodes(rng, int(n), LONG, 12, BARE)
+        make = {'copy': lambda n: copies(rng, n, False), 'few': lambda n: copies(rng, n, True), 'short': lambda n: episodes(rng, n, SHORT, 3.2), 'long': lambda n: episodes(rng, n, LONG, 12, BARE)}
+        records = make[lesson](int(n))
         write_jsonl(work / 'train' / f'{lesson}.jsonl', records)
     words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
