@@ -234,6 +234,9 @@ class Supervision:
     mapper: object = None
     task: object = None
     traces: dict = field(default_factory=dict)
+    kd: float = 0.0                                               # weight of logit distillation, and its teacher and that one's prefix
+    teacher: object = None
+    teacher_past: list = ()
 
     def count(self, batch):
         return {p: sum(1 for e in batch for x in self.events.get(e['id'], ()) if x[0] == p) for p in PHASES}
@@ -246,15 +249,26 @@ def head_post(model):
     return lambda x: cap * torch.tanh(x / cap) if cap else x * scale if scale != 1 else x
 
 
-def cross_entropy(model, hidden, target):
+def cross_entropy(model, hidden, target, soft=None, kd=0.0):
     """Summed cross-entropy of hidden states (n,C) against token ids (n,), fp32, never holding n x V logits: chunks are
-    scored one after another and scored again in backward."""
+    scored one after another and scored again in backward. soft: (teacher, its hidden states (n,C')): adds kd * KL(teacher ||
+    student) over the tokens that both vocabularies have (either may be padded)."""
     out, post = model.get_output_embeddings(), head_post(model)
-    one = lambda h, t: F.cross_entropy(post(out(h)).float(), t, reduction='sum')
+
+    def one(h, t, g=None):
+        logits = post(out(h)).float()
+        loss = F.cross_entropy(logits, t, reduction='sum')
+        if g is not None:
+            with torch.no_grad():
+                wanted = head_post(soft[0])(soft[0].get_output_embeddings()(g)).float()
+            both = min(logits.shape[1], wanted.shape[1])
+            loss = loss + kd * F.kl_div(logits[:, :both].log_softmax(-1), wanted[:, :both].log_softmax(-1), reduction='sum', log_target=True)
+        return loss
     step = max(1, CHUNK // out.weight.shape[0])
+    parts = [x.split(step) for x in (hidden, target, *([soft[1]] if soft else []))]
     if len(hidden) <= step:
-        return one(hidden, target)
-    return sum(torch.utils.checkpoint.checkpoint(one, h, t, use_reentrant=False) for h, t in zip(hidden.split(step), target.split(step)))
+        return one(*(x[0] for x in parts))
+    return sum(torch.utils.checkpoint.checkpoint(one, *x, use_reentrant=False) for x in zip(*parts))
 
 
 def backward(model, part, past, labels, sup, count, pad, start=0, scale=1):
@@ -268,9 +282,13 @@ def backward(model, part, past, labels, sup, count, pad, start=0, scale=1):
     where = [(b, q, phase, row) for b, e in enumerate(part) for phase, q, row in sup.events.get(e['id'], ())] if sup.lam else []
     attn_at = (torch.tensor([w[0] for w in where]), torch.tensor([w[1] for w in where])) if where else None
     pos = torch.arange(start, start + T, device=model.device).expand(len(part), -1)
+    soft = None
+    if sup.kd:
+        with torch.no_grad():
+            soft = sup.teacher, prefill(sup.teacher, ids, sup.teacher_past, head=(at, 'hidden'))[1].hidden
     with Probe(model, past=past, head=(at, 'hidden'), attn_at=attn_at, attn_layers={l for h in sup.pool.values() for l, _ in h}) as probe:
         model(input_ids=ids, position_ids=pos, use_cache=False)
-        ce, kl = cross_entropy(model, probe.hidden, target) / labels, torch.zeros((), device=model.device)
+        ce, kl = cross_entropy(model, probe.hidden, target, soft, sup.kd) / labels, torch.zeros((), device=model.device)
         attn, phases = dict(probe.attn), sum(c > 0 for c in count.values())       # a copy: checkpointing captures again, without meaning
         for b, e in enumerate(part):                              # one token-to-word map a note
             mine = [j for j, w in enumerate(where) if w[0] == b]
@@ -348,6 +366,7 @@ def main():
     p.add_argument('--split', default='train', help='notes whose traces are trained on')
     p.add_argument('--limit', type=int, default=0, help='at most this many traces; 0: all')
     p.add_argument('--lam', type=float, default=0.0, help='weight of the attention loss; 0 is the CoT arm')
+    p.add_argument('--kd', type=float, default=0.0, help='weight of logit distillation, a baseline: the teacher stays in memory and must have the student\'s tokenizer')
     p.add_argument('--pool', default='top', choices=('top', 'random', 'band'), help="student's supervised heads")
     p.add_argument('--pool-notes', type=int, default=64, help='notes that rank the untrained student\'s heads')
     p.add_argument('--precision', default='fp32-master', choices=('fp32', 'fp32-master', 'bf16', 'bf16-sr'), help='fp32-master: bf16 forward, fp32 weights and state; bf16-sr: bf16 weights, rounded stochastically')
@@ -378,8 +397,8 @@ def main():
         run = task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name
         settings['source'] = settings['source'] or folder_hash(run / 'traces.jsonl')
         settings['heads'] = folder_hash(run / 'heads.jsonl') if args.lam else None
-    elif args.lam or not (args.data or args.traces):
-        p.error('--teacher is needed for traces and for lam > 0')
+    elif args.lam or args.kd or not (args.data or args.traces):
+        p.error('--teacher is needed for traces, for lam > 0 and for kd > 0')
     if begin(out, 'distill', settings):
         return print(f'{out} is trained already')
 
@@ -400,6 +419,11 @@ def main():
         sup.rows, sup.mapper = safe_open(str(path), 'pt'), Words(enc)
         print('pools: ' + '; '.join(f'{p} teacher {len(pools[p])} heads, student {sup.pool[p]}' for p in PHASES))
         print(f'{sum(map(len, sup.events.values()))} events mapped, {lost} not mapped (dropped)')
+    if args.kd:
+        if load_tokenizer(args.teacher).get_vocab() != enc.tok.get_vocab():
+            raise Fault(f'--kd: {args.teacher} and {args.student} have different tokenizers, so their logits are not of the same tokens')
+        sup.kd, sup.teacher = args.kd, load_model(args.teacher, args.dtype, args.device, args.device_map)
+        sup.teacher_past = prefix_kv(sup.teacher, enc) if start else ()
     dev, dev_events = [], {}
     if args.eval_every:
         dev, dev_traces, _ = load_examples(args, task, enc, 'dev')

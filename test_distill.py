@@ -157,6 +157,28 @@ def test_chunked_cross_entropy_equals_the_models_own(family, monkeypatch):
             assert (a is None) == (b is None) and (a is None or (a - b).norm() <= 1e-4 * max(1e-3, float(a.norm())))
 
 
+def test_logit_distillation_over_padded_vocabularies(work, monkeypatch):        # fault 26
+    """Teacher and student that differ in padding rows alone: equal to the plain KL over the tokens both have; a teacher with
+    another tokenizer is refused."""
+    import transformers
+    model, ids = build('llama')
+    attach(model).requires_grad_(True)
+    config = FAMILIES['llama'].to_dict() | {'vocab_size': 128}
+    torch.manual_seed(5)
+    teacher = attach(transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval())
+    with torch.no_grad():
+        soft = prefill(teacher, ids, head=(torch.arange(59), 'hidden'))[1].hidden
+        wanted = prefill(teacher, ids)[0][0, :-1, :97].log_softmax(-1)
+    mine = prefill(model, ids)[0][0, :-1]
+    plain = torch.nn.functional.cross_entropy(mine, ids[1:], reduction='sum') + 0.5 * (wanted.exp() * (wanted - mine.log_softmax(-1))).sum()
+    for chunk in (2 ** 26, 97 * 7):
+        monkeypatch.setattr(distill, 'CHUNK', chunk)
+        hidden = prefill(model, ids, head=(torch.arange(59), 'hidden'))[1].hidden
+        assert distill.cross_entropy(model, hidden, ids[1:], (teacher, soft), 0.5).item() == pytest.approx(plain.item(), rel=1e-5)
+    out = run('distill.py', '--work', work, '--student', work / 'init/student', '--scratch', '--teacher', work / 'init/teacher', '--traces', work / 'gold.jsonl', '--name', 'kd', '--kd', 1, ok=False)
+    assert 'different tokenizers' in out
+
+
 def test_stochastic_rounding_keeps_the_mean():
     x = torch.full((200_000,), 1 + 0.3 * 2 ** -7)                 # three tenths of the way to the next bf16
     y = distill.stochastic_round(x, torch.Generator().manual_seed(0))
