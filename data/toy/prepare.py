@@ -4,8 +4,8 @@
 
 A code is a region letter and a two-digit leaf (K17). The candidate list says `qualifier finding code`, one after another; all
 codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in order,
-one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code; now and then the
-words are left out and the code follows the links. Where the note says `possible`, it first says `not`, another candidate of the
+one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code.
+Where the note says `possible`, it first says `not`, another candidate of the
 region with its code (the near-miss), `but`, then its own.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
@@ -32,7 +32,6 @@ NOISE = ('patient came with family after dinner walked slowly spoke about work g
 LINKS = 'to be read as'.split()                        # a trace takes the last 0 to 4 of them
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
 TEACHER, STUDENT = (r' ?[A-Z](?=\d)| ?[A-Za-z]' + x + r'|\s|[^\w\s]' for x in (r'+|\d', r'{1,5}|\d\d'))      # where tokens are cut: the student splits long words and leaves
-BARE = 0.2                                            # share of mentions whose code follows the links at once
 PROMPT = {'prefix': 'Candidates:\n{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as '}
 
 
@@ -64,30 +63,29 @@ def draw_note(rng, table, mentions):
     return text + f' {rng.choice(NOISE)}', found
 
 
-def draw_trace(rng, table, found, links=len(LINKS), bare=BARE):
+def draw_trace(rng, table, found, links=len(LINKS)):
     text = ''
     for f, q, code, doubt, _, _ in found:
         near = rng.choice([x for x in table[f] if x != q]) if doubt else None
         text += f' {q} {f}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
-        short = near is None and rng.random() < bare
-        text += (f' not {near} {f} {table[f][near]} but' if near else '') + ('' if short else f' {q} {f}') + f' {code}\n'
+        text += (f' not {near} {f} {table[f][near]} but' if near else '') + f' {q} {f} {code}\n'
     return text + PROMPT['answer'] + ''.join(f' {code}' for _, _, code, _, _, _ in found)
 
 
 # lessons of episodes: up to this share of one, regions and leaves of a list, mentions of a note (lowest, highest). Many mentions
 # behind one list are many decisions for one reading of it. Digits are learned on short lists, or not at all.
 SHORT = ((0.6, (2, 3), (1, 2), (1, 2)), (1.0, (2, 4), (1, 3), (1, 3)))
-LONG = ((0.15, (3, 5), (2, 3), (2, 5)), (0.35, (3, 8), (2, 5), (2, 8)), (0.5, (3, 12), (2, 7), (2, 8)), (1.0, (8, 12), (4, 8), (2, 10)))
+LONG = ((0.15, (3, 5), (2, 3), (2, 5)), (0.35, (3, 8), (2, 5), (2, 8)), (0.5, (3, 12), (2, 7), (2, 8)), (1.0, (8, 12), (4, 8), (2, 7)))
 
 
-def episodes(rng, n, stages, links, bare=0.0):
+def episodes(rng, n, stages, links):
     """n episodes, each with its own list, from easy to hard. Sizes are mixed at every stage, so that a batch is never of
     one difficulty. Linking words come in one by one: at most links * (share of the lesson), at most all."""
     for i in range(n):
         regions, leaves, mentions = (rng.randint(*r) for r in next(s for s in stages if i < s[0] * n)[1:])
         table = draw_list(rng, regions, leaves)
         note, found = draw_note(rng, table, mentions)
-        trace = draw_trace(rng, table, found, min(len(LINKS), int(links * i / n)), bare if i > 0.7 * n else 0)
+        trace = draw_trace(rng, table, found, min(len(LINKS), int(links * i / n)))
         yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': trace}
 
 
@@ -123,7 +121,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--train', default='copy=9600,few=11200,short=11200,long=5600', help='records of each lesson')
+    p.add_argument('--train', default='copy=9600,few=11200,short=8000,long=6400', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -143,7 +141,7 @@ def main():
     private_dir(work / 'train')
     for lesson, n in (s.split('=') for s in args.train.split(',')):
         rng = random.Random(f'{lesson} {args.seed}')
-        make = {'copy': lambda n: copies(rng, n, False), 'few': lambda n: copies(rng, n, True), 'short': lambda n: episodes(rng, n, SHORT, 3.2), 'long': lambda n: episodes(rng, n, LONG, 12, BARE)}
+        make = {'copy': lambda n: copies(rng, n, False), 'few': lambda n: copies(rng, n, True), 'short': lambda n: episodes(rng, n, SHORT, 3.2), 'long': lambda n: episodes(rng, n, LONG, 12)}
         records = make[lesson](int(n))
         write_jsonl(work / 'train' / f'{lesson}.jsonl', records)
     words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
