@@ -40,17 +40,17 @@ lesson() { train --data "$WORK/train/$1.jsonl" --precision fp32 "${@:2}"; }
 # a reasoner from random weights: it learns to copy, to copy by longer contexts, to code from short lists, from long ones. Each
 # list is new, so that it has to be read
 reasoner() {
-  lesson copy  --student "$WORK/init/$1" --scratch --name "$1-copy" --steps 300 --batch 32
-  lesson few   --student "$S/$1-copy"  --name "$1-few"   --steps 350 --batch 32
-  lesson short --student "$S/$1-few"   --name "$1-short" --steps 250 --batch 32
-  lesson long  --student "$S/$1-short" --name "$1"       --steps 800 --batch 8 --micro 4 --decay 0.5
+  lesson copy  --student "$WORK/init/$1" --scratch --name "$1-copy" --steps 200 --batch 32
+  lesson few   --student "$S/$1-copy"  --name "$1-few"   --steps 300 --batch 32
+  lesson short --student "$S/$1-few"   --name "$1-short" --steps 400 --batch 32
+  lesson long  --student "$S/$1-short" --name "$1"       --steps 450 --batch 8 --micro 4 --decay 0.5
 }
 teacher() { reasoner teacher; EXHAUSTIVE='--exhaustive 4'; study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 128; }
 second() { reasoner second; study "$S/second" 0 --max-new-tokens 128; }
 
 # a seed's arms from one shared start. Their budget, 80 steps of 16 on the teacher's 160 train traces, was fixed before any arm was
 # compared: with an endless stream or a few hundred steps every arm gets every decision right and nothing is left to compare
-base() { lesson copy --student "$WORK/init/student" --scratch --name "base-s$1" --steps 300 --batch 32 --seed "$1"; }
+base() { lesson copy --student "$WORK/init/student" --scratch --name "base-s$1" --steps 200 --batch 32 --seed "$1"; }
 arm() {
   local pool=$1 lam=$2 precision=$3 seed=$4 name=$1-$2-$3-s$4
   train --teacher "$S/teacher" --student "$S/base-s$seed" --lam "$lam" --pool "$pool" --precision "$precision" --name "$name" --prefix shared --steps 80 --batch 16 --eval-every 10 --seed "$seed"

@@ -55,7 +55,7 @@ def draw_note(rng, table, mentions):
     text, found = '', []
     for f in rng.sample(list(table), min(mentions, len(table))):
         q = rng.choice(list(table[f]))
-        text += ''.join(f' {w}' for w in rng.sample(NOISE, rng.randint(1, 3)))
+        text += ''.join(f' {w}' for w in rng.sample(NOISE, rng.randint(1, 2)))
         doubt = rng.random() < 0.5 and len(table[f]) > 1
         text += ' possible' if doubt else ''
         found.append((f, q, table[f][q], doubt, len(text) + 1, len(text) + 1 + len(f'{q} {f}')))
@@ -74,7 +74,7 @@ def draw_trace(rng, table, found, links=len(LINKS)):
 
 # lessons of episodes: up to this share of one, regions and leaves of a list, mentions of a note (lowest, highest). Many mentions
 # behind one list are many decisions for one reading of it. Digits are learned on short lists, or not at all.
-SHORT = ((0.6, (2, 3), (1, 2), (1, 2)), (1.0, (2, 4), (1, 3), (1, 3)))
+SHORT = ((0.5, (2, 3), (1, 2), (1, 3)), (1.0, (2, 5), (1, 3), (1, 5)))
 LONG = ((0.15, (3, 5), (2, 3), (2, 5)), (0.35, (3, 8), (2, 5), (2, 8)), (0.5, (3, 12), (2, 7), (2, 8)), (1.0, (8, 12), (4, 8), (2, 7)))
 
 
@@ -121,7 +121,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--train', default='copy=9600,few=11200,short=8000,long=6400', help='records of each lesson')
+    p.add_argument('--train', default='copy=6400,few=9600,short=12800,long=3600', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
