@@ -314,6 +314,9 @@ def student_claims(students, seed):
             get = (lambda s: s['gain']) if what == 'recovery' else (lambda s: s['scores'].get('counts', {}))
             x, y = [get(a[s]) for s in both], [get(b[s]) for s in both]
             value = paired(x, y, stat, seed) if all(x) and all(y) else (None,) * 3
+            if stat is over and value[0] is not None:             # a ratio needs a denominator whose own interval leaves zero out
+                _, low, high = paired(y, y, lambda a, b, c, d: share(a, b), seed)
+                value = value if low is not None and (low > 0 or high < 0) else (None,) * 3
             one = [paired([u], [v], stat, seed)[0] for u, v in zip(x, y) if u and v]
             few = what == 'recovery' and len(both) < 3
             rows.append({'claim': claim, 'name': f'{name}, {len(both)} seed{"s" * (len(both) > 1)}', 'model': f'{kind} students, {precision}', 'value': value[0], 'low': value[1], 'high': value[2],
