@@ -48,10 +48,15 @@ def scores(task, traces, split):
     out['precision'] = ratio_interval(per_note(tp), per_note(pred))
     out['recall'] = ratio_interval(per_note(tp), per_note(gold))
 
-    def macro(pick):
+    to_region = np.eye(task.region.max() + 1, dtype=bool)[task.region]                        # (codes, regions)
+    g, q = (x.astype(int) @ to_region > 0 for x in (gold, pred))
+    out['region'] = ratio_interval(2 * per_note(g & q), per_note(g) + per_note(q))
+    seen = int((gold | pred).any(0).sum())
+
+    def macro(pick):                                              # labels that a resample leaves out are not counted as wrong
         t, den = tp[pick].sum(0), 2 * tp[pick].sum(0) + fp[pick].sum(0) + fn[pick].sum(0)
         f = 2 * t[den > 0] / den[den > 0]
-        return f.mean() if len(f) else 0.0, f.sum() / C
+        return (f.mean(), f.mean() * seen / C) if len(f) else (0.0, 0.0)
     every = [macro(p) for p in resamples(len(ids), 0, 1000)]
     for k, name in enumerate(('macro', 'macro_all_labels')):
         out[name] = (float(macro(np.arange(len(ids)))[k]), *interval([e[k] for e in every], len(ids)))
@@ -545,10 +550,10 @@ def main():
             else:
                 value = f(x['value']) if x['low'] is None else span((x['value'], x['low'], x['high']))
             text.append(f'| {n} | {x["kind"]} | {x["phase"]} | {f(x["size"])} | {value}{more} | {x["n"]} |')
-    text += ['\n## Task scores of own traces, held-out notes\n', '| model | micro F1 | macro F1 (labels seen) | macro F1 (all labels) | precision | recall | n | truncated |', '|---|---|---|---|---|---|---|---|']
+    text += ['\n## Task scores of own traces, held-out notes\n', '| model | micro F1 | region F1 (micro) | macro F1 (labels seen) | macro F1 (all labels) | precision | recall | n | truncated |', '|---|---|---|---|---|---|---|---|---|']
     for r in runs:
         s = scores(task, load_traces(r / 'traces.jsonl', task), 'test')
-        text.append(f'| {r.name} | {span(s.get("micro"))} | {span(s.get("macro"))} | {span(s.get("macro_all_labels"))} | {span(s.get("precision"))} | {span(s.get("recall"))} | {s["n"]} | {s["truncated"]} |')
+        text.append(f'| {r.name} | {span(s.get("micro"))} | {span(s.get("region"))} | {span(s.get("macro"))} | {span(s.get("macro_all_labels"))} | {span(s.get("precision"))} | {span(s.get("recall"))} | {s["n"]} | {s["truncated"]} |')
     if students:
         text += ['\n## Students\n', '| student | kind | arm | seed | precision | dev ce | contrast knock-in recovery | contrast keep-only |', '|---|---|---|---|---|---|---|---|']
         text += [f'| {s["name"]}{"" if s["chosen"] else " (not chosen on dev)"} | {s["kind"]} | {s["arm"]} (lambda {s["lam"]:g}) | {s["seed"]} | {s["precision"]} | {f(s["dev"])} | {span(s["recovery"])} | {span(s["keep"])} |' for s in students]
