@@ -48,12 +48,16 @@ reasoner() {
 teacher() { reasoner teacher; EXHAUSTIVE='--exhaustive 4'; study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 128; }
 second() { reasoner second; study "$S/second" 0 --max-new-tokens 128; }
 
-# a seed's arms from one shared start. Their budget, 80 steps of 16 on the teacher's 160 train traces, was fixed before any arm was
-# compared: with an endless stream or a few hundred steps every arm gets every decision right and nothing is left to compare
-base() { lesson copy --student "$WORK/init/student" --scratch --name "base-s$1" --steps 200 --batch 32 --seed "$1"; }
+# a seed's arms from one shared start, a student that can copy. Their budget, 160 steps of 16 on the teacher's 160 train traces, was
+# fixed on the CoT arm alone before any arm was compared: there it has learned some of the fine and contrast decisions and not all (0.6
+# and 0.8 on dev), and its dev cross-entropy turns; with an endless stream every arm gets every decision right and nothing is left to compare
+base() {
+  lesson copy --student "$WORK/init/student" --scratch --name "copy-s$1" --steps 300 --batch 32 --seed "$1"
+  lesson few  --student "$S/copy-s$1" --name "base-s$1" --steps 300 --batch 32 --seed "$1"
+}
 arm() {
   local pool=$1 lam=$2 precision=$3 seed=$4 name=$1-$2-$3-s$4
-  train --teacher "$S/teacher" --student "$S/base-s$seed" --lam "$lam" --pool "$pool" --precision "$precision" --name "$name" --prefix shared --steps 80 --batch 16 --eval-every 10 --seed "$seed"
+  train --teacher "$S/teacher" --student "$S/base-s$seed" --lam "$lam" --pool "$pool" --precision "$precision" --name "$name" --prefix shared --steps 160 --batch 16 --eval-every 20 --seed "$seed"
   study "$S/$name" 3 --max-new-tokens 192 --early 0
 }
 arms() {                                             # every second one of all arms, so that two lanes share them

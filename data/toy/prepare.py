@@ -121,7 +121,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--train', default='copy=6400,few=9600,short=12800,long=3600', help='records of each lesson')
+    p.add_argument('--train', default='copy=9600,few=9600,short=12800,long=3600', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
