@@ -90,8 +90,8 @@ def train(args, model):
     eager_mb = peak_mb(args)
     model.set_attn_implementation('probe')
     base = {'model': args.model, 'tokens': T, 'events': E, 'max_abs_err': abs(loss[1] - eager_loss[1])}
-    records = [{'what': f'training step, MISTILL over CoT (peak {mistill_mb / cot_mb:.3f} x)', **base, 'ours_s': mistill_s, 'peer': 'CoT', 'peer_s': cot_s, 'ratio': mistill_s / cot_s, 'peak_mb': mistill_mb},
-               {'what': f'training step, eager with output_attentions over MISTILL (peak {eager_mb / mistill_mb:.3f} x)', **base, 'ours_s': mistill_s, 'peer': 'eager', 'peer_s': eager_s, 'ratio': eager_s / mistill_s, 'peak_mb': eager_mb}]
+    say(args, [{'what': f'training step, MISTILL over CoT (peak {mistill_mb / cot_mb:.3f} x)', **base, 'ours_s': mistill_s, 'peer': 'CoT', 'peer_s': cot_s, 'ratio': mistill_s / cot_s, 'peak_mb': mistill_mb},
+               {'what': f'training step, eager with output_attentions over MISTILL (peak {eager_mb / mistill_mb:.3f} x)', **base, 'ours_s': mistill_s, 'peer': 'eager', 'peer_s': eager_s, 'ratio': eager_s / mistill_s, 'peak_mb': eager_mb}])
 
     t = max(8, T // (args.ratio + 1))
     prefix, part = draw(T - t), [{'id': str(i), 'ids': draw(t), 'n': t // 2} for i in range(args.batch)]
@@ -113,13 +113,12 @@ def train(args, model):
         return total
     a, shared_s = best(shared, 1)
     b, full_s = best(full, 1)
-    records.append({'what': f'training step of {args.batch} sequences of {t} tokens, full over shared prefix of {len(prefix)}', 'model': args.model, 'tokens': T, 'events': 0, 'ours_s': shared_s, 'peer': 'prefix in every sequence',
-                    'peer_s': full_s, 'ratio': full_s / shared_s, 'max_abs_err': abs(a - b), 'peak_mb': peak_mb(args)})
+    say(args, [{'what': f'training step of {args.batch} sequences of {t} tokens, full over shared prefix of {len(prefix)}', 'model': args.model, 'tokens': T, 'events': 0, 'ours_s': shared_s, 'peer': 'prefix in every sequence',
+                    'peer_s': full_s, 'ratio': full_s / shared_s, 'max_abs_err': abs(a - b), 'peak_mb': peak_mb(args)}])
     if importlib.util.find_spec('trl') and importlib.util.find_spec('datasets'):
-        records.append(trl(args, model, draw))
+        say(args, [trl(args, model, draw)])
     else:
         print('trl or datasets is not installed (requirements-bench.txt): not compared')
-    say(args, records)
 
 
 def trl(args, model, draw):
