@@ -135,8 +135,10 @@ def main():
         ids = enc.prefix + enc.note(task.notes[i]) + enc.completion(traces[i]['completion'])[0]
         E, base = len(ev), silent(model, ids[P:], prefix)
         past, out = [*prefix, base.kv], {'clean': torch.zeros(E), 'effect': torch.zeros(E, L, H)}
-        run_rows = lambda ev, masks, bank, past=past, ids=ids, how=args.margin, **kw: measure(
-            model, past, ids, ev, [j for j, m in enumerate(masks) for _ in m], (torch.cat(masks), bank, torch.tensor([j for j, m in enumerate(masks) for _ in m])), rows=args.rows, how=how, **kw)
+
+        def run_rows(ev, masks, bank, past=past, ids=ids, how=args.margin):       # masks[j] (n,L,H): what is ablated at ev[j]
+            event = torch.tensor([j for j, m in enumerate(masks) for _ in m])
+            return measure(model, past, ids, ev, event, (torch.cat(masks), bank, event), rows=args.rows, how=how)
         if ev:
             bank = torch.stack([mean_of(i, e['phase']) for e in ev])
             single = torch.eye(L * H, dtype=torch.bool).view(-1, L, H)

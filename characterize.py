@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from common import (PHASES, EarlySites, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
                     folder_hash, list_regions, load_model, load_task, load_encoder, load_traces, loo_means, margin, mean_interval, measure, mentions,
-                    prefill, prefix_kv, rank, ratio_interval, reading_spans, run_dir, scored, silent, write_jsonl, write_tensors, world)
+                    note_means, prefill, prefix_kv, rank, ratio_interval, reading_spans, run_dir, scored, silent, write_jsonl, write_tensors, world)
 
 J = 4                    # null positions of an event [S]
 PERMUTATIONS = 2000      # of event/null labels within notes; METHOD asks for at least 1,000 [A]
@@ -240,8 +240,7 @@ def main():
         if not nsel.any():
             continue
         x = calibrate(a_event[sel].flatten(1).numpy(), a_null[nsel].flatten(1).numpy(), note_of[sel], note_of[null_event][nsel], args.seed)
-        clean_margin = by_note(m_all[sel], note_of[sel])
-        floor = FLOOR * (clean_margin[1] / clean_margin[2]).mean()
+        floor = FLOOR * note_means(m_all[sel], note_of[sel]).mean()
         score[ph] = x
         rank_order = np.argsort(-x[2], kind='stable')
         order[ph] = [h for h in rank_order if x[3][h] < 0.05 and x[2][h] > floor][:LARGEST]
@@ -290,8 +289,7 @@ def main():
             m = mass[:, h // H, h % H]
             expected = m[sel, 1] * count[sel, 0] / np.maximum(count[sel, 1], 1)
             lift = ratio_interval(by_note(m[sel, 0], note_of[sel])[1], by_note(expected, note_of[sel])[1], args.seed)
-            x = by_note(m[both, 3] - m[both, 4], note_of[both])
-            back = mean_interval(x[1] / x[2], args.seed) if ph == 'contrast' else (None,) * 3
+            back = mean_interval(note_means(m[both, 3] - m[both, 4], note_of[both]), args.seed) if ph == 'contrast' else (None,) * 3
             causal = h in order.get(ph, [])
             kind = 'region reader' if ph == 'coarse' and causal and lift[0] is not None and lift[1] > 1 else 'look-back' if causal and back[0] is not None and back[1] > 0 else None
             families.append({'phase': ph, 'layer': h // H, 'head': h % H, 'lift': lift[0], 'lift_low': lift[1], 'lift_high': lift[2], 'look_back': back[0],
@@ -327,8 +325,7 @@ def main():
         got = [(i, four[i]['margin'][n, k - 1]) for i in places for n in range(len(places[i][0])) if not four[i]['margin'][n, k - 1, 0].isnan()]
         found = [(i, x) for i, x in got if i in discovery and not x[2].isnan()]
         if k > 1 and len({i for i, _ in found}) > 2:
-            x = by_note([[float(m > 0) for m in x] for _, x in found], [i for i, _ in found])
-            accuracy = (x[1] / x[2][:, None]).mean(0)
+            accuracy = note_means([[float(m > 0) for m in x] for _, x in found], [i for i, _ in found]).mean(0)
             gain[k] = accuracy[0] - accuracy[1:].max()
     best = max(gain, key=gain.get) if gain else None              # the cut with the largest gain over both baselines, on discovery notes
     asked = []
@@ -370,8 +367,7 @@ def main():
     early_heads = []
     if six:
         good = [(i, a) for i in six for e, a in zip(at_note[i], six[i]['attribution']) if e['margin'] > 0]
-        x = by_note(torch.stack([a.flatten() for _, a in good]), [i for i, _ in good]) if good else (None, np.zeros((1, L * H)), np.ones(1))
-        a = (x[1] / x[2][:, None]).mean(0)
+        a = note_means(torch.stack([a.flatten() for _, a in good]), [i for i, _ in good]).mean(0) if good else np.zeros(L * H)
         for n, h in enumerate(np.argsort(-a, kind='stable')):
             early_heads.append({'phase': 'early', 'layer': int(h) // H, 'head': int(h) % H, 'attribution': float(a[h]), 'rank': n + 1, 'k': best,
                                 'selected': bool(n < len(chosen.get('coarse', [])) and a[h] > 0)})

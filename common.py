@@ -1105,6 +1105,12 @@ def by_note(values, notes):
     return ids, out, np.bincount(at, minlength=len(ids))
 
 
+def note_means(values, notes):
+    """(N,...) means of values (E,...) over each note's events, notes sorted: what claims average and resample."""
+    _, total, count = by_note(values, notes)
+    return total / count.reshape(-1, *[1] * (total.ndim - 1))
+
+
 def resamples(n, seed, draws=2000):
     """(draws, n) indices: notes drawn with replacement."""
     return np.random.default_rng(seed).integers(0, n, (draws, n))

@@ -12,7 +12,7 @@ import pathlib
 import numpy as np
 
 from common import (PHASES, Fault, answer_codes, by_note, common_args, interval, knockin_summary, load_heads, load_task, load_traces,
-                    mean_interval, private_dir, ratio_interval, read_events, read_jsonl, resamples, write_jsonl, write_text)
+                    mean_interval, note_means, private_dir, ratio_interval, read_events, read_jsonl, resamples, write_jsonl, write_text)
 
 CLAIMS = {1: 'each decision is a token-level event scored by its own margin', 2: 'null calibration discounts generic heads',
           3: 'attribution points at causal heads', 4: 'the head set is small', 5: 'it is global', 6: 'it is phase-structured', 7: 'it is necessary',
@@ -141,12 +141,10 @@ def reasoner_claims(task, run, seed):
                     add(3, f'Spearman, {p}', None, None, 'ablation.safetensors', reason='not computed: ablate.py has not run, or no such event')
                 continue
             who = [e['id'] for e, u in zip(events, use) if u]
-            _, a, n = by_note(a[use].reshape(use.sum(), -1), who)
-            _, x, _ = by_note(t['effect'][use].reshape(use.sum(), -1), who)
-            a, x = a / n[:, None], x / n[:, None]
+            a, x = (note_means(y[use].reshape(use.sum(), -1), who) for y in (a, t['effect']))
             rho = lambda pick: float(spearmanr(a[pick].mean(0), x[pick].mean(0)).statistic)
-            low, high = interval([rho(b) for b in resamples(len(n), seed, 500)], len(n))
-            add(3, f'Spearman, {p}' + ('' if key == 'effect' else ' (integrated gradients)'), (rho(np.arange(len(n))), low, high), low > 0.5, 'ablation.safetensors', len(n))
+            low, high = interval([rho(b) for b in resamples(len(a), seed, 500)], len(a))
+            add(3, f'Spearman, {p}' + ('' if key == 'effect' else ' (integrated gradients)'), (rho(np.arange(len(a))), low, high), low > 0.5, 'ablation.safetensors', len(a))
     limit = 0.35 if L * H < 50 else 0.15
     for p in PHASES:
         if sets[p]:
@@ -197,8 +195,7 @@ def reasoner_claims(task, run, seed):
         m, count = sum(read['mass'][use, l, h] for l, h in heads).astype(float) / len(heads), read['count'][use]
         who = [events[i]['id'] for i in use]
         if kind == 'look-back':
-            x = by_note(m[:, 3] - m[:, 4], who)
-            x = mean_interval(x[1] / x[2], seed)
+            x = mean_interval(note_means(m[:, 3] - m[:, 4], who), seed)
         else:
             x = ratio_interval(by_note(m[:, 0], who)[1], by_note(m[:, 1] * count[:, 0] / np.maximum(count[:, 1], 1), who)[1], seed)
         add(9, {'look-back': 'look-back: attention on the near-miss minus on others', 'region reader': 'region readers: lift of the own region'}[kind], x,
@@ -219,8 +216,8 @@ def reasoner_claims(task, run, seed):
     for base, name in (('note_margin', 'the note alone'), ('matched_margin', 'before any mention')):
         both = [r for r in at if r[base] is not None]
         if both:
-            x = by_note([[float(r['margin'] > 0), (r['margin'] > 0) - float(r[base] > 0)] for r in both], [r['id'] for r in both])
-            own, x = x[1][:, 0] / x[2], mean_interval(x[1][:, 1] / x[2], seed)
+            own, gain = note_means([[float(r['margin'] > 0), (r['margin'] > 0) - float(r[base] > 0)] for r in both], [r['id'] for r in both]).T
+            x = mean_interval(gain, seed)
             add(11, f'region right {k} tokens early, minus {name}', x, x[1] > 0, 'early.jsonl', len(own), accuracy=float(own.mean()))
     early_heads = [(r['layer'], r['head']) for r in jsonl(run / 'early_heads.jsonl') if r['selected']]
     causal, coarse = tests.get(('necessity', 'early', 'early')), sets['coarse']
@@ -263,7 +260,7 @@ def recurrence(rows, first, second):
 ARMS = {'CoT': '#555555', 'MISTILL': '#009E73', 'random pool': '#CC79A7', 'band pool': '#E69F00'}
 
 
-def student_table(task, runs):
+def student_table(task, runs, results):
     """One entry a trained student that was characterized: arm, seed, precision, F1, contrast recovery, its training log. Of
     one arm, seed and precision trained with several lambdas, `chosen` is the one of the lowest dev cross-entropy: one rule."""
     out = []
@@ -282,7 +279,7 @@ def student_table(task, runs):
             gain[r['id']] = (n + r['d_patched'] - r['d_rec'], d + r['d_src'] - r['d_rec'])
         out.append({'name': run.name, 'arm': 'CoT' if not s['lam'] else 'MISTILL' if s['pool'] == 'top' else f'{s["pool"]} pool', 'seed': s['seed'], 'precision': s['precision'], 'lam': s['lam'],
                     'kind': 'same-family' if family(folder) == family(s['teacher']) else 'cross-family', 'size': donor[0]['size'] if donor else None, 'log': log,
-                    'dev': min((x['dev'] for x in log if 'dev' in x), default=None), 'scores': scores(task, load_traces(run / 'traces.jsonl', task), 'test'), 'gain': gain,
+                    'dev': min((x['dev'] for x in log if 'dev' in x), default=None), 'scores': results[run.name], 'gain': gain,
                     'recovery': knockin_summary(donor, [], 0)['recovery'] if donor else (None,) * 3, 'keep': (keep[0]['value'], keep[0]['low'], keep[0]['high']) if keep else (None,) * 3})
     for s in out:
         rivals = [x for x in out if all(x[k] == s[k] for k in ('arm', 'seed', 'precision', 'kind'))]
@@ -363,8 +360,8 @@ def figures(task, runs, students, folder):
             for p in PHASES:
                 use = np.array([e['phase'] == p and e['margin'] > 0 for e in events], bool) & ~np.isnan(effect[:, 0, 0])
                 if use.any():
-                    _, x, n = by_note(effect[use], [e['id'] for e, u in zip(events, use) if u])
-                    maps[p], ns[p] = (x / n[:, None, None]).mean(0), len(n)
+                    x = note_means(effect[use], [e['id'] for e, u in zip(events, use) if u])
+                    maps[p], ns[p] = x.mean(0), len(x)
             for ax, p in zip(axes, PHASES):
                 ax.set_title(f'{p} (n = {ns.get(p, 0)} notes)', fontsize=9)
                 ax.set_xlabel('query head')
@@ -426,8 +423,9 @@ def figures(task, runs, students, folder):
             for key, label, colour in (('margin', 'trace cut k tokens before the code', '#0072B2'), ('note_margin', 'note alone', '#E69F00'), ('matched_margin', 'cut before any mention', '#999999')):
                 line = []
                 for k in ks:
-                    x = by_note([float(r[key] > 0) for r in early if r['k'] == k and r['id'] in test and r[key] is not None], [r['id'] for r in early if r['k'] == k and r['id'] in test and r[key] is not None])
-                    line.append((k, *mean_interval(x[1] / x[2]), len(x[2])) if len(x[2]) else (k, *[np.nan] * 3, 0))
+                    at = [r for r in early if r['k'] == k and r['id'] in test and r[key] is not None]
+                    x = note_means([float(r[key] > 0) for r in at], [r['id'] for r in at])
+                    line.append((k, *mean_interval(x), len(x)) if len(x) else (k, *[np.nan] * 3, 0))
                 x, y, low, high, n = zip(*line)
                 ax.plot(x, y, color=colour, marker='o', ms=3, label=f'{label} (n = {min(n)}-{max(n)} notes)')
                 ax.fill_between(x, np.array(low, float), np.array(high, float), color=colour, alpha=0.2, linewidth=0)
@@ -512,7 +510,8 @@ def main():
     for r in reasoners:
         if r.name != name:
             rows += recurrence(rows, name, r.name)
-    students = student_table(task, [r for r in runs if r.name in trained])
+    results = {r.name: scores(task, load_traces(r / 'traces.jsonl', task), 'test') for r in runs}
+    students = student_table(task, [r for r in runs if r.name in trained], results)
     rows += student_claims(students, args.seed)
     for c in CLAIMS:
         if not any(r['claim'] == c for r in rows):
@@ -552,7 +551,7 @@ def main():
             text.append(f'| {n} | {x["kind"]} | {x["phase"]} | {f(x["size"])} | {value}{more} | {x["n"]} |')
     text += ['\n## Task scores of own traces, held-out notes\n', '| model | micro F1 | region F1 (micro) | macro F1 (labels seen) | macro F1 (all labels) | precision | recall | n | truncated |', '|---|---|---|---|---|---|---|---|---|']
     for r in runs:
-        s = scores(task, load_traces(r / 'traces.jsonl', task), 'test')
+        s = results[r.name]
         text.append(f'| {r.name} | {span(s.get("micro"))} | {span(s.get("region"))} | {span(s.get("macro"))} | {span(s.get("macro_all_labels"))} | {span(s.get("precision"))} | {span(s.get("recall"))} | {s["n"]} | {s["truncated"]} |')
     if students:
         text += ['\n## Students\n', '| student | kind | arm | seed | precision | dev ce | contrast knock-in recovery | contrast keep-only |', '|---|---|---|---|---|---|---|---|']

@@ -4,9 +4,8 @@
 
 A code is a region letter and a two-digit leaf (K17). The candidate list says `qualifier finding code`, one after another; all
 codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in order,
-one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code.
-Where the note says `possible`, it first says `not`, another candidate of the
-region with its code (the near-miss), `but`, then its own.
+one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code. Where the note
+says `possible`, it first says `not`, another candidate of the region with its code (the near-miss), `but`, then its own.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
