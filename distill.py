@@ -161,33 +161,37 @@ def student_pool(args, model, enc, task, traces, pools):
 # ------------------------------------------------------------------------------------------------ examples
 
 def load_examples(args, task, enc, split=None):
-    """(examples, traces). An example: ids (behind the prefix), n = first supervised token, text and events for MISTILL."""
-    examples, end, split = [], list(enc.eos[:1]), split or args.split
+    """(examples, traces). An example: ids (behind the prefix), n = first supervised token, prefix = what stands before
+    and is run once a step with --prefix shared: the task's candidates, or a --data record's own (one object each)."""
+    examples, end, split, full, none = [], list(enc.eos[:1]), split or args.split, args.prefix == 'full', []
     if args.data and split == args.split:
-        texts = [(f'{args.data}:{i}', r['prompt'], r['completion']) for i, r in read_jsonl(args.data, {'prompt': str, 'completion': str})]
-        out = enc.tok([t for _, p, c in texts for t in (p, c)], add_special_tokens=False)['input_ids']
-        front = enc.prefix[:enc.front]
-        examples = [{'id': at, 'ids': front + a + b + end, 'n': len(front) + len(a)} for (at, _, _), a, b in zip(texts, out[::2], out[1::2])]
+        rows = list(read_jsonl(args.data, {'prompt': str, 'completion': str}))
+        out = enc.tok([r[k] for _, r in rows for k in ('prompt', 'completion')], add_special_tokens=False)['input_ids']
+        front, texts = enc.prefix[:enc.front], sorted({r.get('prefix', '') for _, r in rows})
+        ids = dict(zip(texts, enc.tok(texts, add_special_tokens=False)['input_ids']))
+        before = {t: front + x for t, x in ids.items()}
+        for (i, r), a, b in zip(rows, out[::2], out[1::2]):
+            p = before[r.get('prefix', '')]
+            x = (p if full else []) + a
+            examples.append({'id': f'{args.data}:{i}', 'prefix': none if full else p, 'ids': x + b + end, 'n': len(x)})
         traces = {}
     else:
         path = pathlib.Path(args.traces) if args.traces else task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name / 'traces.jsonl'
         traces = {i: t for i, t in load_traces(path, task).items() if task.notes[i]['split'] == split and not t['truncated']}
+        prefix = none if full else enc.prefix
         for i, t in list(traces.items())[:args.limit or None]:
-            note = enc.note(task.notes[i])
-            examples.append({'id': i, 'ids': note + enc.completion(t['completion'])[0] + end, 'n': len(note)})
+            x = (enc.prefix if full else []) + enc.note(task.notes[i])
+            examples.append({'id': i, 'prefix': prefix, 'ids': x + enc.completion(t['completion'])[0] + end, 'n': len(x)})
         traces = {e['id']: traces[e['id']] for e in examples}
-        if args.prefix == 'full':
-            for e in examples:
-                e['ids'], e['n'] = enc.prefix + e['ids'], len(enc.prefix) + e['n']
     if not examples:
         raise Fault(f'nothing to train on: no whole trace of split {split} (or an empty {args.data})')
-    start = 0 if args.data or args.prefix == 'full' else len(enc.prefix)
     for e in examples:
-        if args.max_len and len(e['ids']) + start > args.max_len:
-            raise Fault(f'{e["id"]}: {len(e["ids"]) + start} tokens, --max-len is {args.max_len}; supervised tokens would be cut')
+        T = len(e['prefix']) + len(e['ids'])
+        if args.max_len and T > args.max_len:
+            raise Fault(f'{e["id"]}: {T} tokens, --max-len is {args.max_len}; supervised tokens would be cut')
         if e['n'] >= len(e['ids']):
             raise Fault(f'{e["id"]}: no token to supervise')
-    return examples, traces, start
+    return examples, traces
 
 
 def map_events(teacher_events, enc, task, traces, start):
@@ -337,8 +341,43 @@ def stochastic_round(x, generator):
     return ((x.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
+class Muon(torch.optim.AdamW):
+    """AdamW, except for `hidden` matrices: they move along their momentum made orthogonal (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon), each group at its own rate. torch.optim.Muon orthogonalises in bf16, which
+    on a CPU takes longer than the whole step; this one stays in the gradient's dtype and does equal shapes together."""
+
+    def __init__(self, params, hidden, **kw):
+        inner = {id(w) for w in hidden}
+        super().__init__([{'params': [w for w in params if id(w) not in inner], 'hidden': False}, *([{'params': hidden, 'hidden': True}] if hidden else [])], **kw)
+
+    @torch.no_grad()
+    def step(self):
+        shapes = {}
+        for group in self.param_groups:
+            for w in group['params'] if group['hidden'] else ():
+                if w.grad is not None:
+                    m = self.state[w].setdefault('momentum', torch.zeros_like(w)).lerp_(w.grad, 0.05)
+                    shapes.setdefault(tuple(w.shape), []).append((w, w.grad.lerp(m, 0.95), group['lr']))
+                    w.grad = None                                 # AdamW passes over it
+        super().step()
+        for (rows, cols), group in shapes.items():
+            X = orthogonal(torch.stack([u for _, u, _ in group]))
+            for (w, _, lr), x in zip(group, X):
+                w.add_(x, alpha=-lr * max(1, rows / cols) ** 0.5)
+
+
+def orthogonal(G, steps=5):
+    """(n,rows,cols) -> the same singular vectors, singular values near 1 (0.7 to 1.2): Newton-Schulz with Jordan's constants."""
+    X = G.mT if G.shape[1] > G.shape[2] else G
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.775 * A + 2.0315 * A @ A) @ X
+    return X.mT if G.shape[1] > G.shape[2] else X
+
+
 @torch.no_grad()
-def evaluate_dev(model, dev, events, past, start):
+def evaluate_dev(model, dev, events, past):
     """Teacher-forced on the dev split: cross-entropy a token, and the share of decisions with a positive margin by phase."""
     ce, tokens, right = 0.0, 0, {p: [] for p in PHASES}
     for e in dev:
@@ -348,7 +387,7 @@ def evaluate_dev(model, dev, events, past, start):
         ce += float(F.cross_entropy(logits, torch.tensor(e['ids'][e['n']:], device=logits.device), reduction='sum'))
         tokens += len(at)
         for x in mine:
-            row = logits[x['query'] - start - e['n'] + 1]        # queries count the whole sequence
+            row = logits[x['query'] - len(e['prefix']) - e['n'] + 1]        # queries count the whole sequence
             right[x['phase']].append(float(row[x['target']] > row[x['foils']].max()))
     return {'dev': ce / tokens, **{p: float(np.mean(r)) for p, r in right.items() if r}}
 
@@ -361,7 +400,7 @@ def main():
     p.add_argument('--name', required=True, help='folder under WORK/students')
     p.add_argument('--scratch', action='store_true', help="random weights from the student folder's config.json")
     p.add_argument('--embedding-std', type=float, default=0.1, help="of the token embeddings with --scratch (0: the config's own); at 0.02 the first layer drowns the token, and copying comes late")
-    p.add_argument('--data', help='JSONL of {"prompt", "completion"}, in file order, in place of traces')
+    p.add_argument('--data', help='JSONL of {"prompt", "completion"}, in file order, in place of traces; "prefix", if there, stands before, and records that share it are a group for --prefix shared')
     p.add_argument('--traces', help='traces.jsonl to train on; default: the teacher\'s')
     p.add_argument('--split', default='train', help='notes whose traces are trained on')
     p.add_argument('--limit', type=int, default=0, help='at most this many traces; 0: all')
@@ -381,6 +420,7 @@ def main():
     p.add_argument('--lr', type=float, default=2e-3)
     p.add_argument('--warmup', type=int, default=20, help='steps of linear warm-up; then constant')
     p.add_argument('--decay', type=float, default=0.2, help='share of the steps, at the end, over which the rate falls linearly to 0')
+    p.add_argument('--muon', type=float, default=0.0, help='rate of the hidden matrices under Muon (0.02 with --lr 2e-3); 0: AdamW for all')
     p.add_argument('--weight-decay', type=float, default=0.0)
     p.add_argument('--clip', type=float, default=1.0, help='largest gradient norm')
     p.add_argument('--max-len', type=int, default=0, help='longest sequence in tokens; a longer one is an error')
@@ -399,6 +439,8 @@ def main():
         settings['heads'] = folder_hash(run / 'heads.jsonl') if args.lam else None
     elif args.lam or args.kd or not (args.data or args.traces):
         p.error('--teacher is needed for traces, for lam > 0 and for kd > 0')
+    if args.data and args.prefix == 'frozen':
+        p.error('--prefix frozen keeps the task\'s candidates; --data has its own: full or shared')
     if begin(out, 'distill', settings):
         return print(f'{out} is trained already')
 
@@ -407,7 +449,8 @@ def main():
     if args.scratch and args.embedding_std:
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=args.embedding_std, generator=torch.Generator(model.device).manual_seed(args.seed))
     enc = load_encoder(args.student, model, task, args.chat)
-    examples, traces, start = load_examples(args, task, enc)
+    examples, traces = load_examples(args, task, enc)
+    start = len(enc.prefix) if traces and args.prefix != 'full' else 0
     sup = Supervision(args.lam, task=task, traces=traces)
     if args.lam:
         pools = load_heads(run)
@@ -426,7 +469,7 @@ def main():
         sup.teacher_past = prefix_kv(sup.teacher, enc) if start else ()
     dev, dev_events = [], {}
     if args.eval_every:
-        dev, dev_traces, _ = load_examples(args, task, enc, 'dev')
+        dev, dev_traces = load_examples(args, task, enc, 'dev')
         finder = EventFinder(enc)
         for i, t in dev_traces.items():
             dev_events[i] = finder(i, t, len(enc.prefix) + len(enc.note(task.notes[i])))[0]
@@ -434,8 +477,8 @@ def main():
     # ---- precision: `model` runs forward and backward, `params` are what the optimiser moves
     barrier()
     if args.fsdp:
-        if args.prefix == 'shared' or args.precision == 'bf16-sr' or world() == 1:
-            raise Fault('--fsdp needs torchrun with two ranks or more, --prefix full or frozen, and --precision fp32, fp32-master or bf16')
+        if args.prefix == 'shared' or args.muon or args.precision == 'bf16-sr' or world() == 1:
+            raise Fault('--fsdp needs torchrun with two ranks or more, AdamW, --prefix full or frozen, and --precision fp32, fp32-master or bf16')
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         if args.precision == 'bf16':
             model.to(torch.bfloat16)
@@ -460,7 +503,8 @@ def main():
             for k in ('attention_dropout', 'dropout_rate'):
                 if isinstance(getattr(m, k, None), float):
                     setattr(m, k, 0.0)
-    optim = torch.optim.AdamW(params, lr=args.lr, betas=(0.9, 0.98), weight_decay=args.weight_decay)
+    hidden = [w for w, (n, m) in zip(params, model.named_parameters()) if args.muon and m.ndim == 2 and not re.search(r'embed|lm_head|wte|wpe', n)]
+    optim = Muon(params, hidden, lr=args.lr, betas=(0.9, 0.98), weight_decay=args.weight_decay)
     plan = batches(len(examples), args.batch, args.steps, args.seed, ordered=bool(args.data))
     pad = enc.eos[0] if enc.eos else 0
     resume, log, step0 = private_dir(out / 'resume') / 'state.safetensors', out / 'log.jsonl', 0
@@ -472,7 +516,7 @@ def main():
     best = min((x['dev'], x['step']) for x in map(json.loads, log.read_text().splitlines()) if 'dev' in x) if step0 >= args.eval_every > 0 else (float('inf'), -1)
     if args.batch < world():
         raise Fault(f'--batch {args.batch} is smaller than the {world()} ranks')
-    began, seen, shared = time.time(), 0, None
+    began, seen, frozen = time.time(), 0, None
 
     def weights():
         """What is exported: the weights that run forward (every rank takes part)."""
@@ -486,30 +530,31 @@ def main():
                 w.grad = None
 
     for step in range(step0, args.steps):
-        lr = args.lr * min(1, (step + 1) / max(1, args.warmup), (args.steps - step) / max(1, int(args.decay * args.steps)))
+        share = min(1, (step + 1) / max(1, args.warmup), (args.steps - step) / max(1, int(args.decay * args.steps)))
+        lr = args.lr * share
         for g in optim.param_groups:
-            g['lr'] = lr
-        past = ()
-        if start and args.prefix == 'shared':
-            shared = SharedPrefix(model, enc.prefix)
-            past = shared.past
-        elif start:
-            if shared is None or step % args.refresh == 0:
-                shared = prefix_kv(model, enc)
-            past = shared
+            g['lr'] = share * (args.muon if g['hidden'] else args.lr)
+        if args.prefix == 'frozen' and (frozen is None or step % args.refresh == 0):
+            frozen = prefix_kv(model, enc)
         batch = [examples[i] for i in plan[step]]
         labels, count = sum(len(e['ids']) - e['n'] for e in batch), sup.count(batch)
-        mine = sorted(batch[rank()::world()], key=lambda e: len(e['ids']))   # like lengths share a micro-batch: little padding
-        ce_sum, kl_sum = 0.0, 0.0
-        for i in range(0, len(mine), args.micro or len(mine)):
-            ce, kl = backward(model, mine[i:i + (args.micro or len(mine))], past, labels, sup, count, pad, start, world() if args.fsdp else 1)
-            ce_sum, kl_sum = ce_sum + ce, kl_sum + kl
-            collect()
-            if start and args.prefix == 'shared':
-                shared.add()
-        if start and args.prefix == 'shared':
-            shared.backward()
-            collect()
+        groups, ce_sum, kl_sum = {}, 0.0, 0.0
+        for e in batch[rank()::world()]:
+            groups.setdefault(id(e['prefix']), []).append(e)
+        for group in groups.values():
+            group.sort(key=lambda e: len(e['ids']))               # like lengths share a micro-batch: little padding
+            prefix = group[0]['prefix']
+            shared = SharedPrefix(model, prefix) if prefix and args.prefix == 'shared' else None
+            past = shared.past if shared else frozen if prefix else ()
+            for i in range(0, len(group), args.micro or len(group)):
+                ce, kl = backward(model, group[i:i + (args.micro or len(group))], past, labels, sup, count, pad, len(prefix), world() if args.fsdp else 1)
+                ce_sum, kl_sum = ce_sum + ce, kl_sum + kl
+                collect()
+                if shared:
+                    shared.add()
+            if shared:
+                shared.backward()
+                collect()
         if world() > 1 and not args.fsdp:
             for w in params:                                      # losses carry global counts, so gradients add up
                 w.grad = torch.zeros_like(w) if w.grad is None else w.grad
@@ -533,7 +578,7 @@ def main():
             ce_sum, kl_sum = sums.tolist()
         record = {'step': step, 'ce': round(ce_sum, 6), 'kl': round(kl_sum, 6), 'lr': float(f'{lr:.3e}'), 'norm': round(norm, 4)}
         if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
-            record |= evaluate_dev(model, dev, dev_events, prefix_kv(model, enc) if start else (), start)
+            record |= evaluate_dev(model, dev, dev_events, prefix_kv(model, enc) if dev[0]['prefix'] else ())
             if record['dev'] < best[0]:
                 best, state = (record['dev'], step), weights()
                 if rank() == 0:

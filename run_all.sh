@@ -2,18 +2,18 @@
 # The whole reproduction. Every stage resumes: run it again and it goes on where it stopped.
 #
 #   bash run_all.sh                                      the toy: trains two reasoners and the students, 20 to 25 minutes on 2 cores
-#   SEEDS=5 LAMBDAS="0.1 0.3 1" PRECISIONS="fp32-master bf16" bash run_all.sh      claims 14-17 in full, hours
+#   SEEDS=5 LAMBDAS="0.1 0.3 1" PRECISIONS="fp32-master bf16" KINDS="cross same" bash run_all.sh      claims 14-17 in full, hours
 #   TASK=bc5cdr MODEL=SmolLM2-135M-Instruct CORPUS=BC5CDR bash run_all.sh          a real model on real abstracts, 2.5 hours
 #
-# Settings by environment: TASK, MODEL, WORK, PY (python), CORPUS (bc5cdr); for the toy's students SEEDS, LAMBDAS, PRECISIONS.
+# Settings by environment: TASK, MODEL, WORK, PY (python), CORPUS (bc5cdr); for the toy's students SEEDS, LAMBDAS, PRECISIONS, KINDS.
 set -euo pipefail
 cd "$(dirname "$0")"
 TASK=${TASK:-toy}; WORK=${WORK:-work/$TASK}; PY=${PY:-python}; S=$WORK/students
-SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}
+SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}; KINDS=${KINDS:-cross}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # what a finished run looks like: the code, the settings and every stage's manifest
-state() { { cat ./*.py data/*/prepare.py run_all.sh; echo "$TASK $SEEDS $LAMBDAS $PRECISIONS ${MODEL:-}"; find "$WORK" -name manifest.json | sort | xargs cat; } 2>/dev/null | sha256sum; }
+state() { { cat ./*.py data/*/prepare.py run_all.sh; echo "$TASK $SEEDS $LAMBDAS $PRECISIONS $KINDS ${MODEL:-}"; find "$WORK" -name manifest.json | sort | xargs cat; } 2>/dev/null | sha256sum; }
 if [ -f "$WORK/report.md" ] && [ "$(cat "$WORK/.finished" 2>/dev/null)" = "$(state)" ]; then
   echo "everything is done: $WORK/report.md"; exit 0
 fi
@@ -36,14 +36,18 @@ EXHAUSTIVE=
 
 train() { $PY distill.py --work "$WORK" --print-every 50 "$@"; }
 lesson() { train --data "$WORK/train/$1.jsonl" --precision fp32 "${@:2}"; }
+ready() { until grep -qs '"done": true' "$1/manifest.json"; do sleep 2; done; }     # what the other lane makes
 
-# a reasoner from random weights: it learns to copy, to copy by longer contexts, to code from short lists, from long ones. Each
-# list is new, so that it has to be read
+# from random weights to copying. FOLDER under init/, name, seed
+copier() {
+  lesson copy --student "$WORK/init/$1" --scratch --name "$2-near" --steps 360 --batch 32 --muon 0.02 --seed "$3"
+  lesson far --student "$S/$2-near" --name "$2" --steps 80 --batch 16 --micro 4 --muon 0.02 --seed "$3"
+}
+# ... and on to a reasoner: coding from short lists, each note with its own, then from long ones. Each list is new, so that it has to be read
 reasoner() {
-  lesson copy  --student "$WORK/init/$1" --scratch --name "$1-copy" --steps 200 --batch 32
-  lesson few   --student "$S/$1-copy"  --name "$1-few"   --steps 300 --batch 32
-  lesson short --student "$S/$1-few"   --name "$1-short" --steps 400 --batch 32
-  lesson long  --student "$S/$1-short" --name "$1"       --steps 450 --batch 8 --micro 4 --decay 0.5
+  copier "$1" "$1-copy" 0
+  lesson short --student "$S/$1-copy" --name "$1-short" --steps 200 --batch 32 --micro 16 --muon 0.02
+  lesson long --student "$S/$1-short" --name "$1" --steps 130 --batch 32 --prefix shared --muon 0.01 --lr 1e-3 --decay 0.6
 }
 teacher() { reasoner teacher; EXHAUSTIVE='--exhaustive 4'; study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 128; }
 second() { reasoner second; study "$S/second" 0 --max-new-tokens 128; }
@@ -51,32 +55,27 @@ second() { reasoner second; study "$S/second" 0 --max-new-tokens 128; }
 # a seed's arms from one shared start, a student that can copy. Their budget, 160 steps of 16 on the teacher's 160 train traces, was
 # fixed on the CoT arm alone before any arm was compared: there it has learned some of the fine and contrast decisions and not all (0.6
 # and 0.8 on dev), and its dev cross-entropy turns; with an endless stream every arm gets every decision right and nothing is left to compare
-base() {
-  lesson copy --student "$WORK/init/student" --scratch --name "copy-s$1" --steps 300 --batch 32 --seed "$1"
-  lesson few  --student "$S/copy-s$1" --name "base-s$1" --steps 300 --batch 32 --seed "$1"
-}
 arm() {
-  local pool=$1 lam=$2 precision=$3 seed=$4 name=$1-$2-$3-s$4
-  train --teacher "$S/teacher" --student "$S/base-s$seed" --lam "$lam" --pool "$pool" --precision "$precision" --name "$name" --prefix shared --steps 160 --batch 16 --eval-every 20 --seed "$seed"
+  local pool=$1 lam=$2 precision=$3 seed=$4 name=$1-$2-$3-s$4 start=$S/base-s$4
+  if [ "$5" = same ]; then name=same-$name start=$S/teacher-short; fi      # the teacher's family; codes from short lists already
+  ready "$start"; ready "$WORK/runs/teacher"
+  train --teacher "$S/teacher" --student "$start" --lam "$lam" --pool "$pool" --precision "$precision" --name "$name" --prefix shared --steps 160 --batch 16 --eval-every 20 --seed "$seed"
   study "$S/$name" 3 --max-new-tokens 192 --early 0
 }
 arms() {                                             # every second one of all arms, so that two lanes share them
-  local n=0 seed precision lam
-  for seed in $(seq 0 $((SEEDS - 1))); do for precision in $PRECISIONS; do
+  local lane=$1 n=0 seed precision lam kind
+  for seed in $(seq 0 $((SEEDS - 1))); do for precision in $PRECISIONS; do for kind in $KINDS; do
     for what in "top 0" $(for lam in $LAMBDAS; do echo "top_$lam random_$lam"; done); do
       set -- ${what//_/ }
-      if [ $((n++ % 2)) = "$LANE" ]; then arm "$1" "$2" "$precision" "$seed"; fi
+      if [ $((n++ % 2)) = "$lane" ]; then arm "$1" "$2" "$precision" "$seed" "$kind"; fi
     done
-  done; done
+  done; done; done
 }
-bases() { local seed; for seed in $(seq 0 $((SEEDS - 1))); do base "$seed"; done; }
-left() { LANE=0 arms; }
-right() { LANE=1 arms; }
-readers() { second; bases; }
+left() { teacher; arms 0; }
+right() { local seed; for seed in $(seq 0 $((SEEDS - 1))); do copier student "base-s$seed" "$seed"; done; second; arms 1; }
 
 if [ "$TASK" = toy ]; then
   $PY data/toy/prepare.py --work "$WORK"
-  lanes teacher readers
   lanes left right
   $PY evaluate.py --work "$WORK" --model "$S/teacher"
 elif [ "$TASK" = bc5cdr ]; then

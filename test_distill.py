@@ -187,6 +187,24 @@ def test_stochastic_rounding_keeps_the_mean():
     assert torch.equal(distill.stochastic_round(torch.tensor([1.5, -2.0]), torch.Generator()).float(), torch.tensor([1.5, -2.0]))
 
 
+def test_muon_moves_as_torchs_own():
+    """Hidden matrices as torch.optim.Muon moves them (which rounds to bf16), the others as AdamW does, bit for bit."""
+    rng = torch.Generator().manual_seed(0)
+    start = [torch.randn(s, generator=rng) for s in ((24, 16), (16, 40), (24, 16), (9,), (30, 16))]
+    grads = [[torch.randn(w.shape, generator=rng) for w in start] for _ in range(3)]
+    ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
+    optims = [distill.Muon(ours, ours[:3], lr=0.02, weight_decay=0)], [torch.optim.Muon(theirs[:3], lr=0.02, weight_decay=0), torch.optim.AdamW(theirs[3:], lr=0.02, weight_decay=0)]
+    for g in grads:
+        for ws, os in zip((ours, theirs), optims):
+            for w, x in zip(ws, g):
+                w.grad = x.clone()
+            for o in os:
+                o.step()
+    for w, a, b in zip(start, ours, theirs):
+        moved = (b - w).norm()
+        assert (a - b).norm() < 0.05 * moved if w.ndim == 2 and w is not start[4] else torch.equal(a, b)
+
+
 def test_batches_are_a_function_of_seed_and_step():
     a = distill.batches(10, 4, 8, 3, False)
     assert a == distill.batches(10, 4, 8, 3, False) and a[:5] == distill.batches(10, 4, 5, 3, False) and a != distill.batches(10, 4, 8, 4, False)
@@ -231,6 +249,18 @@ def test_micro_batches_and_a_frozen_prefix_of_no_tokens_train_alike(work):     #
     assert np.allclose(one[1], four[1], atol=1e-4)
     frozen = train(work, 'frozen', '--precision', 'fp32', '--prefix', 'frozen', '--refresh', 1)
     assert abs(frozen[1][0] - one[1][0]) < 1e-4                   # the same forward; only the prefix's gradient is missing
+
+
+def test_records_with_a_list_of_their_own_share_it_exactly(work, tmp_path):
+    """--data records with "prefix": run once a group (--prefix shared) or in every sequence (full), the losses agree."""
+    rows = [json.loads(x) for x in open(work / 'train/long.jsonl')]
+    assert len({r['prefix'] for r in rows[:24]}) == 2
+    for mode in ('full', 'shared'):
+        run('distill.py', '--work', work, '--student', work / 'init/teacher', '--scratch', '--data', work / 'train/long.jsonl', '--name', f'own-{mode}', '--precision', 'fp32',
+            '--steps', 4, '--batch', 24, '--micro', 5, '--prefix', mode, '--muon', 0.02)
+    a, b = ([json.loads(x) for x in open(work / f'students/own-{m}/log.jsonl')] for m in ('full', 'shared'))
+    assert [x['ce'] for x in a] == pytest.approx([x['ce'] for x in b], abs=2e-4) and a[-1]['ce'] < a[0]['ce']
+    assert '--data has its own' in run('distill.py', '--work', work, '--student', work / 'init/teacher', '--data', work / 'train/long.jsonl', '--name', 'x', '--prefix', 'frozen', ok=False)
 
 
 def test_two_ranks_train_as_one(work, tmp_path):                  # fault 34, run
@@ -309,7 +339,7 @@ def test_the_weights_of_the_best_dev_loss_are_exported(tmp_path):
     enc = common.load_encoder(w / 'students/dev', model, task)
     args = type('A', (), {'data': None, 'traces': w / 'gold.jsonl', 'split': 'train', 'limit': 0, 'prefix': 'full', 'max_len': 0})
     examples = distill.load_examples(args, task, enc, 'dev')[0]
-    assert distill.evaluate_dev(model, examples, {}, (), 0)['dev'] == pytest.approx(dev[best], abs=1e-5)
+    assert distill.evaluate_dev(model, examples, {}, ())['dev'] == pytest.approx(dev[best], abs=1e-5)
 
 
 def test_exactly_the_completion_and_its_end_are_supervised(work):               # faults 24, 25
@@ -321,7 +351,7 @@ def test_exactly_the_completion_and_its_end_are_supervised(work):               
     for chat in (False, True):
         enc = common.Encoder(tok, task, chat)
         args = type('A', (), {'data': None, 'traces': work / 'gold.jsonl', 'split': 'train', 'limit': 0, 'prefix': 'full', 'max_len': 0})
-        examples, traces, _ = distill.load_examples(args, task, enc)
+        examples, traces = distill.load_examples(args, task, enc)
         for e in examples:
             text = traces[e['id']]['completion']
             assert tok.decode(e['ids'][e['n']:-1]) == text and e['ids'][-1] == tok.eos_token_id

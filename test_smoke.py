@@ -37,12 +37,34 @@ def run(script, *args, ok=True):
 def toy(tmp_path_factory):
     """A work directory with a teacher trained for a moment, its students, and every stage run on them."""
     w = tmp_path_factory.mktemp('w') / 'toy'
-    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--train', 'short=320')
+    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--train', 'short=320,long=48')
     run('distill.py', '--work', w, '--student', w / 'init/teacher', '--scratch', '--data', w / 'train/short.jsonl', '--name', 'teacher', '--precision', 'fp32', '--steps', 20, '--batch', 16)
     run('characterize.py', '--work', w, '--model', w / 'students/teacher', '--traces', w / 'gold.jsonl')
     run('ablate.py', '--work', w, '--model', w / 'students/teacher', '--size', 3, '--controls', 20)
     run('knockin.py', '--work', w, '--model', w / 'students/teacher', '--size', 3, '--controls', 20)
     return w
+
+
+def test_every_record_of_the_toy_can_be_solved_from_its_list(toy):
+    """A line's last code is what the list says of its quoted words, the answer repeats them, and no first digit tells a region."""
+    import re
+    records = [r for f in ('short', 'long') for r in map(json.loads, open(toy / 'train' / f'{f}.jsonl'))]
+    for r in records:
+        text = r.get('prefix', '') + r['prompt']
+        head, note = text.split('\nNote:')
+        table = {(q, f): c for q, f, c in re.findall(r' (\w+) (\w+) ([A-Z]\d\d)', head)}
+        lines, answer = r['completion'].split('Final codes:')
+        lines = [x.split() for x in lines.splitlines()]
+        assert len(lines) == sum(w in note.split() for w in 'first second third fourth fifth sixth'.split())
+        for x in lines:
+            q, f = x[2:4] if x[1] == 'possible' else x[1:3]
+            assert f'{q} {f}' in note and x[-1] == table[q, f] and ('not' in x) == (x[1] == 'possible')
+        assert re.findall(r'[A-Z]\d\d', answer) == [x[-1] for x in lines]
+        regions = {}
+        for c in table.values():
+            regions.setdefault(c[0], []).append(c[1])
+        assert len({tuple(sorted(d)) for d in regions.values()}) == 1 and all(len(set(d)) == len(d) for d in regions.values())
+    assert len({r['prefix'] for r in records if 'prefix' in r}) == 48 / 8
 
 
 def test_files_of_every_stage(toy):

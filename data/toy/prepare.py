@@ -3,16 +3,17 @@
     python data/toy/prepare.py --work work/toy
 
 A code is a region letter and a two-digit leaf (K17). The candidate list says `qualifier finding code`, one after another; all
-codes of a finding share its region. A note mentions (qualifier, finding) pairs among noise words; the trace takes them in order,
-one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code. Where the note
-says `possible`, it first says `not`, another candidate of the region with its code (the near-miss), `but`, then its own.
+codes of a finding share its region. A note is a numbered problem list, (qualifier, finding) pairs among noise words; the trace takes
+them in order, one a line: the quoted words, a few linking words of varying number, then the candidate's words and its code. Where
+the note says `possible`, it first says `not`, another candidate of the region with its code (the near-miss), `but`, then its own.
+The answer quotes each problem again, with its code.
 
 Which letter stands for which finding, and which digits for which qualifier, is drawn anew for every training episode, so
 that a model must read the list; the task itself has one fixed list (knock-in between notes needs one), and its notes are
 drawn from other random numbers than the episodes. Nothing of the mechanism is planted: the model is trained from scratch.
 
-Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/*.jsonl (the four lessons for
-distill.py --data, in order: copy, few, short, long) and the folders init/teacher, init/second and init/student: config.json and
+Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/*.jsonl (the lessons for distill.py --data,
+in order: copy, far, short, long) and the folders init/teacher, init/second and init/student: config.json and
 tokenizer, no weights; Llama, Qwen2 with the same tokenizer, a smaller Qwen2 with another.
 """
 import argparse
@@ -29,17 +30,18 @@ QUALIFIERS = 'acute chronic mild severe left right recurrent early late upper lo
 NOISE = ('patient came with family after dinner walked slowly spoke about work garden weather denied travel slept well ate little '
          'took water yesterday morning nurse noted calm mood room quiet asked for blanket smiled later').split()
 LINKS = 'to be read as'.split()                        # a trace takes the last 0 to 4 of them
+ORDINALS = 'first second third fourth fifth sixth'.split()
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
 TEACHER, STUDENT = (r' ?[A-Z](?=\d)| ?[A-Za-z]' + x + r'|\s|[^\w\s]' for x in (r'+|\d', r'{1,5}|\d\d'))      # where tokens are cut: the student splits long words and leaves
-PROMPT = {'prefix': 'Candidates:\n{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:', 'answer': 'Final codes:', 'probe': ' as '}
+PROMPT = {'prefix': 'Candidates:\n{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:\n', 'answer': 'Final codes:', 'probe': ' as '}
 
 
 def draw_list(rng, regions, leaves):
     """{finding: {qualifier: code}}: `regions` findings with a letter each, `leaves` (at most 10) qualifiers with two digits
-    each, of which the first is the leaf's own: one fine decision a code."""
-    table = {}
+    each. Every region has the same first digits, each once: one fine decision a code, and no digit that tells the region."""
+    table, first = {}, rng.sample(range(10), leaves)
     for finding, letter in zip(rng.sample(FINDINGS, regions), rng.sample(LETTERS, regions)):
-        table[finding] = {q: f'{letter}{d}{rng.randrange(10)}' for q, d in zip(rng.sample(QUALIFIERS, leaves), rng.sample(range(10), leaves))}
+        table[finding] = {q: f'{letter}{d}{rng.randrange(10)}' for q, d in zip(rng.sample(QUALIFIERS, leaves), rng.sample(first, leaves))}
     return table
 
 
@@ -52,51 +54,65 @@ def list_text(rng, table):
 def draw_note(rng, table, mentions):
     """(text, [(finding, qualifier, code, doubtful, start, end)]); start, end: characters of `qualifier finding`."""
     text, found = '', []
-    for f in rng.sample(list(table), min(mentions, len(table))):
+    for o, f in zip(ORDINALS, rng.sample(list(table), min(mentions, len(table)))):
         q = rng.choice(list(table[f]))
-        text += ''.join(f' {w}' for w in rng.sample(NOISE, rng.randint(1, 2)))
         doubt = rng.random() < 0.5 and len(table[f]) > 1
-        text += ' possible' if doubt else ''
+        text += f' {o} possible' if doubt else f' {o}'
         found.append((f, q, table[f][q], doubt, len(text) + 1, len(text) + 1 + len(f'{q} {f}')))
-        text += f' {q} {f}'
-    return text + f' {rng.choice(NOISE)}', found
+        text += f' {q} {f}' + ''.join(f' {w}' for w in rng.sample(NOISE, rng.randint(1, 2)))
+    return text, found
 
 
-def draw_trace(rng, table, found, links=len(LINKS)):
-    text = ''
-    for f, q, code, doubt, _, _ in found:
+def draw_trace(rng, table, found, links=len(LINKS), bare=0.0):
+    """bare: share of lines without doubt whose code follows the linking words at once, so that a code can be asked for there
+    (PROMPT's probe); a greedy trace takes the longer way."""
+    text, answer = '', PROMPT['answer']
+    for o, (f, q, code, doubt, _, _) in zip(ORDINALS, found):
         near = rng.choice([x for x in table[f] if x != q]) if doubt else None
-        text += f' {q} {f}' + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
-        text += (f' not {near} {f} {table[f][near]} but' if near else '') + f' {q} {f} {code}\n'
-    return text + PROMPT['answer'] + ''.join(f' {code}' for _, _, code, _, _, _ in found)
+        quoted = f' {o} possible {q} {f}' if doubt else f' {o} {q} {f}'
+        text += quoted + ''.join(f' {w}' for w in LINKS[len(LINKS) - rng.randint(0, links):])
+        text += f' not {near} {f} {table[f][near]} but' if near else ''
+        text += f' {code}\n' if text.endswith(LINKS[-1]) and rng.random() < bare else f' {q} {f} {code}\n'
+        answer += f'{quoted} {code}'
+    return text + answer
 
 
-# lessons of episodes: up to this share of one, regions and leaves of a list, mentions of a note (lowest, highest). Many mentions
-# behind one list are many decisions for one reading of it. Digits are learned on short lists, or not at all.
+# lessons of episodes: up to this share of one, regions and leaves of a list, mentions of a note (lowest, highest). Digits are
+# learned on short lists, each note with its own, or not at all
 SHORT = ((0.5, (2, 3), (1, 2), (1, 3)), (1.0, (2, 5), (1, 3), (1, 5)))
-LONG = ((0.15, (3, 5), (2, 3), (2, 5)), (0.35, (3, 8), (2, 5), (2, 8)), (0.5, (3, 12), (2, 7), (2, 8)), (1.0, (8, 12), (4, 8), (2, 7)))
+LONG = ((0.1, (3, 8), (2, 5), (2, 6)), (0.25, (3, 12), (2, 7), (2, 6)), (1.0, (8, 12), (4, 8), (2, 6)))
 
 
-def episodes(rng, n, stages, links):
-    """n episodes, each with its own list, from easy to hard. Sizes are mixed at every stage, so that a batch is never of
-    one difficulty. Linking words come in one by one: at most links * (share of the lesson), at most all."""
+def episodes(rng, n, stages, links, notes=1):
+    """n episodes, from easy to hard, `notes` of them after each list ("prefix", which distill.py --prefix shared reads once).
+    Sizes are mixed at every stage, so that a batch is never of one difficulty. Linking words come in one by one: at most
+    links * (share of the lesson), at most all."""
     for i in range(n):
-        regions, leaves, mentions = (rng.randint(*r) for r in next(s for s in stages if i < s[0] * n)[1:])
-        table = draw_list(rng, regions, leaves)
-        note, found = draw_note(rng, table, mentions)
-        trace = draw_trace(rng, table, found, min(len(LINKS), int(links * i / n)))
-        yield {'prompt': list_text(rng, table) + PROMPT['before_note'] + note + PROMPT['after_note'], 'completion': trace}
+        regions, leaves, mentions = next(s for s in stages if i < s[0] * n)[1:]
+        if i % notes == 0:
+            table = draw_list(rng, rng.randint(*regions), rng.randint(*leaves))
+            text = list_text(rng, table)
+        note, found = draw_note(rng, table, rng.randint(*mentions))
+        trace = draw_trace(rng, table, found, min(len(LINKS), int(links * i / n)), 0.2 if notes > 1 else 0)
+        prompt = PROMPT['before_note'] + note + PROMPT['after_note']
+        yield {'prefix': text, 'prompt': prompt, 'completion': trace} if notes > 1 else {'prompt': text + prompt, 'completion': trace}
 
 
-def copies(rng, n, few):
-    """n random sequences of words and codes, each said again and again: what teaches a small transformer to copy by content.
-    Periods are mixed in every batch, so that no fixed distance does it. few: each sequence is drawn from few words and
-    letters, so that the token before is not enough and longer contexts must be matched."""
-    every = FINDINGS + QUALIFIERS + NOISE + LINKS
-    for _ in range(n):
-        pool, letters = (rng.sample(every, rng.randint(4, 12)), rng.sample(LETTERS, rng.randint(1, 4))) if few else (every, LETTERS)
-        words = [rng.choice(pool) if rng.random() < 0.7 else f'{rng.choice(letters)}{rng.randrange(100):02d}' for _ in range(rng.randint(4, 18))]
-        yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % len(words)]}' for i in range(36 - len(words)))}
+def copies(rng, n, far=False):
+    """n sequences of words and codes, each said again and again: what teaches a small transformer to copy by content. Periods
+    are mixed in every batch, so that no fixed distance does it. The first quarter draws from all words; then each sequence
+    has few words and letters, so that the token before is not enough and longer contexts must be matched. far: up to 240
+    words long; what is learned on short sequences does not reach far by itself."""
+    every = FINDINGS + QUALIFIERS + NOISE + LINKS + ORDINALS
+    for i in range(n):
+        pool, letters = (every, LETTERS) if i < n / 4 and not far else (rng.sample(every, rng.randint(4, 12)), rng.sample(LETTERS, rng.randint(1, 4)))
+        length = int(24 * 10 ** rng.random()) if far else 36
+        period = rng.randint(4, length // 2)
+        words = [rng.choice(pool) if rng.random() < 0.7 else f'{rng.choice(letters)}{rng.randrange(100):02d}' for _ in range(period)]
+        yield {'prompt': ' ' + ' '.join(words), 'completion': ''.join(f' {words[i % period]}' for i in range(length - period))}
+
+
+LESSONS = {'copy': copies, 'far': lambda rng, n: copies(rng, n, True), 'short': lambda rng, n: episodes(rng, n, SHORT, 3.2), 'long': lambda rng, n: episodes(rng, n, LONG, 12, notes=8)}
 
 
 def tokenizer(folder, pattern, texts):
@@ -120,7 +136,7 @@ def main():
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
     p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
-    p.add_argument('--train', default='copy=9600,few=9600,short=12800,long=3600', help='records of each lesson')
+    p.add_argument('--train', default='copy=11520,far=1280,short=6400,long=4160', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -140,13 +156,12 @@ def main():
     private_dir(work / 'train')
     for lesson, n in (s.split('=') for s in args.train.split(',')):
         rng = random.Random(f'{lesson} {args.seed}')
-        make = {'copy': lambda n: copies(rng, n, False), 'few': lambda n: copies(rng, n, True), 'short': lambda n: episodes(rng, n, SHORT, 3.2), 'long': lambda n: episodes(rng, n, LONG, 12)}
-        records = make[lesson](int(n))
-        write_jsonl(work / 'train' / f'{lesson}.jsonl', records)
-    words = FINDINGS + QUALIFIERS + NOISE + LINKS + ['possible', 'not', 'but']
+        write_jsonl(work / 'train' / f'{lesson}.jsonl', LESSONS[lesson](rng, int(n)))
+    words = FINDINGS + QUALIFIERS + NOISE + LINKS + ORDINALS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
              PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer']]
-    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.02)
+    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_position_embeddings=2048, initializer_range=0.02,
+               rope_parameters={'rope_type': 'default', 'rope_theta': 1e6})     # slow frequencies: what is learned on short lists holds on long ones
     one = tokenizer(work / 'init' / 'teacher', TEACHER, texts)
     two = tokenizer(work / 'init' / 'student', STUDENT, texts)
     tokenizer(work / 'init' / 'second', TEACHER, texts)
