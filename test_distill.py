@@ -195,10 +195,10 @@ def test_muon_moves_as_torchs_own():
     ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
     optims = [distill.Muon(ours, ours[:3], lr=0.02, weight_decay=0)], [torch.optim.Muon(theirs[:3], lr=0.02, weight_decay=0), torch.optim.AdamW(theirs[3:], lr=0.02, weight_decay=0)]
     for g in grads:
-        for ws, os in zip((ours, theirs), optims):
+        for ws, movers in zip((ours, theirs), optims):
             for w, x in zip(ws, g):
                 w.grad = x.clone()
-            for o in os:
+            for o in movers:
                 o.step()
     for w, a, b in zip(start, ours, theirs):
         moved = (b - w).norm()

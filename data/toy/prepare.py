@@ -32,7 +32,8 @@ NOISE = ('patient came with family after dinner walked slowly spoke about work g
 LINKS = 'to be read as'.split()                        # a trace takes the last 0 to 4 of them
 ORDINALS = 'first second third fourth fifth sixth'.split()
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
-TEACHER, STUDENT = (r' ?[A-Z](?=\d)| ?[A-Za-z]' + x + r'|\s|[^\w\s]' for x in (r'+|\d', r'{1,5}|\d\d'))      # where tokens are cut: the student splits long words and leaves
+TEACHER = r' ?[A-Z](?=\d)| ?[A-Za-z]+|\d|\s|[^\w\s]'                                # where tokens are cut: " K", "1", "7"
+STUDENT = r'[A-Z](?=\d)| ?(?![A-Z]\d)[A-Za-z]{1,5}|\d|\s|[^\w\s]'                     # " ", "K", "1", "7", and long words in pieces
 PROMPT = {'prefix': 'Candidates:\n{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:\n', 'answer': 'Final codes:', 'probe': ' as '}
 
 
@@ -135,7 +136,7 @@ def main():
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=int, default=8, help='codes of a region')
-    p.add_argument('--notes', default='train=160,dev=40,discovery=80,test=80', help='notes of each split')
+    p.add_argument('--notes', default='train=160,dev=40,discovery=60,test=60', help='notes of each split')
     p.add_argument('--train', default='copy=11520,far=1280,short=6400,long=4160', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
