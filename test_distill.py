@@ -216,7 +216,7 @@ def test_batches_are_a_function_of_seed_and_step():
 @pytest.fixture(scope='module')
 def work(tmp_path_factory):
     w = tmp_path_factory.mktemp('d') / 'toy'
-    run('data/toy/prepare.py', '--work', w, '--regions', 2, '--leaves', 2, '--notes', 'train=6,discovery=1', '--train', 'short=1')
+    run('data/toy/prepare.py', '--work', w, '--regions', 2, '--leaves', 2, '--notes', 'train=6,discovery=1', '--train', 'short=1,long=48')
     return w
 
 
