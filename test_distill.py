@@ -254,7 +254,7 @@ def test_micro_batches_and_a_frozen_prefix_of_no_tokens_train_alike(work):     #
 def test_records_with_a_list_of_their_own_share_it_exactly(work, tmp_path):
     """--data records with "prefix": run once a group (--prefix shared) or in every sequence (full), the losses agree."""
     rows = [json.loads(x) for x in open(work / 'train/long.jsonl')]
-    assert len({r['prefix'] for r in rows[:24]}) == 2
+    assert len({r['prefix'] for r in rows[:24]}) == 3
     for mode in ('full', 'shared'):
         run('distill.py', '--work', work, '--student', work / 'init/teacher', '--scratch', '--data', work / 'train/long.jsonl', '--name', f'own-{mode}', '--precision', 'fp32',
             '--steps', 4, '--batch', 24, '--micro', 5, '--prefix', mode, '--muon', 0.02)
