@@ -37,8 +37,8 @@ def run(script, *args, ok=True):
 def toy(tmp_path_factory):
     """A work directory with a teacher trained for a moment, its students, and every stage run on them."""
     w = tmp_path_factory.mktemp('w') / 'toy'
-    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--train', 'short=320,long=48')
-    run('distill.py', '--work', w, '--student', w / 'init/teacher', '--scratch', '--data', w / 'train/short.jsonl', '--name', 'teacher', '--precision', 'fp32', '--steps', 20, '--batch', 16)
+    run('data/toy/prepare.py', '--work', w, '--regions', 3, '--leaves', 3, '--notes', 'train=8,dev=2,discovery=8,test=6', '--train', 'short=640,long=48')
+    run('distill.py', '--work', w, '--student', w / 'init/teacher', '--scratch', '--data', w / 'train/short.jsonl', '--name', 'teacher', '--precision', 'fp32', '--steps', 40, '--batch', 16, '--muon', 0.02)
     run('characterize.py', '--work', w, '--model', w / 'students/teacher', '--traces', w / 'gold.jsonl')
     run('ablate.py', '--work', w, '--model', w / 'students/teacher', '--size', 3, '--controls', 20)
     run('knockin.py', '--work', w, '--model', w / 'students/teacher', '--size', 3, '--controls', 20)
