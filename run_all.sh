@@ -21,7 +21,8 @@ fi
 # two lanes, each with half of the cores: two small trainings side by side are faster than one after the other
 lanes() {
   local pids=() lane
-  for lane in "$@"; do OMP_NUM_THREADS=$(( ($(nproc) + 1) / 2 )) $lane > >(sed -u "s/^/[${lane%% *}] /") 2>&1 & pids+=($!); done
+  rm -f "$WORK/.failed"
+  for lane in "$@"; do ( trap '[ $? = 0 ] || touch "$WORK/.failed"' EXIT; export OMP_NUM_THREADS=$(( ($(nproc) + 1) / 2 )); $lane ) > >(sed -u "s/^/[${lane%% *}] /") 2>&1 & pids+=($!); done
   for lane in "${pids[@]}"; do wait "$lane"; done
 }
 
@@ -36,7 +37,7 @@ ABLATE=
 
 train() { $PY distill.py --work "$WORK" --print-every 50 "$@"; }
 lesson() { train --data "$WORK/train/$1.jsonl" --precision fp32 "${@:2}"; }
-ready() { until grep -qs '"done": true' "$1/manifest.json"; do sleep 2; done; }     # what the other lane makes
+ready() { until grep -qs '"done": true' "$1/manifest.json"; do [ ! -e "$WORK/.failed" ] || exit 1; sleep 1; done; }     # what the other lane makes
 
 # from random weights to copying. FOLDER under init/, name, seed
 copier() {

@@ -222,7 +222,7 @@ def test_run_all_stops_at_a_failing_lane_and_knows_a_finished_run(tmp_path):
     """The driver alone, with a stand-in for python that notes its calls and fails where it is told to."""
     fake, w = tmp_path / 'fake', tmp_path / 'w'
     fake.write_text('#!/bin/bash\necho "$@" >> "$CALLS"\ncase "$*" in *${FAIL:-nothing}*) echo broken >&2; exit 3;; esac\n'
-                    'case "$1" in data*) mkdir -p "$3";; evaluate.py) touch "$3/report.md";; esac\n')
+                    'n=${*##*--name }; n=${n%% *}; case "$1" in data*) mkdir -p "$3";; distill.py) d=$3/students/$n;; characterize.py) d=$3/runs/${5##*/};; evaluate.py) touch "$3/report.md";; esac\nif [ "$d" ]; then mkdir -p "$d"; echo \'"done": true\' > "$d/manifest.json"; fi\n')
     fake.chmod(0o755)
 
     def go(**env):
@@ -235,8 +235,8 @@ def test_run_all_stops_at_a_failing_lane_and_knows_a_finished_run(tmp_path):
     done = go(SEEDS='2')
     assert not done.returncode, done.stderr
     names = [c.split('--name ')[1].split()[0] for c in calls() if c.startswith('distill.py')]
-    assert len(names) == len(set(names)) and set(names) == {f'{r}{x}' for r in ('teacher', 'second') for x in ('-copy', '-few', '-short', '')} | {
-        f'{b}-s{s}' for s in (0, 1) for b in ('copy', 'base')} | {f'{a}-fp32-s{s}' for s in (0, 1) for a in ('top-0', 'top-0.3', 'random-0.3')}
+    assert len(names) == len(set(names)) and set(names) == {f'{r}{x}' for r in ('teacher', 'second') for x in ('-copy-near', '-copy', '-short', '')} | {
+        f'base-s{s}{x}' for s in (0, 1) for x in ('-near', '')} | {f'{a}-fp32-s{s}' for s in (0, 1) for a in ('top-0', 'top-0.3', 'random-0.3')}
     assert calls()[-1].startswith('evaluate') and sum(c.startswith('characterize') for c in calls()) == 8
     before = calls()
     again = go(SEEDS='2')
