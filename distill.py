@@ -160,29 +160,31 @@ def student_pool(args, model, enc, task, traces, pools):
 
 # ------------------------------------------------------------------------------------------------ examples
 
+NONE = []                # the prefix of a sequence that holds it all: one object, so one group a step
+
+
 def load_examples(args, task, enc, split=None):
     """(examples, traces). An example: ids (behind the prefix), n = first supervised token, prefix = what stands before
     and is run once a step with --prefix shared: the task's candidates, or a --data record's own (one object each)."""
-    examples, end, split, full, none = [], list(enc.eos[:1]), split or args.split, args.prefix == 'full', []
+    examples, traces, end, split = [], {}, list(enc.eos[:1]), split or args.split
     if args.data and split == args.split:
-        rows = list(read_jsonl(args.data, {'prompt': str, 'completion': str}))
+        rows = [(i, {'prefix': '', **r}) for i, r in read_jsonl(args.data, {'prompt': str, 'completion': str})]
+        for i, r in rows:
+            if not isinstance(r['prefix'], str):
+                raise Fault(f'{args.data}:{i}: "prefix" should be str, found {type(r["prefix"]).__name__}')
         out = enc.tok([r[k] for _, r in rows for k in ('prompt', 'completion')], add_special_tokens=False)['input_ids']
-        front, texts = enc.prefix[:enc.front], sorted({r.get('prefix', '') for _, r in rows})
-        ids = dict(zip(texts, enc.tok(texts, add_special_tokens=False)['input_ids']))
-        before = {t: front + x for t, x in ids.items()}
-        for (i, r), a, b in zip(rows, out[::2], out[1::2]):
-            p = before[r.get('prefix', '')]
-            x = (p if full else []) + a
-            examples.append({'id': f'{args.data}:{i}', 'prefix': none if full else p, 'ids': x + b + end, 'n': len(x)})
-        traces = {}
+        texts = list(dict.fromkeys(r['prefix'] for _, r in rows))
+        before = {t: enc.prefix[:enc.front] + x for t, x in zip(texts, enc.tok(texts, add_special_tokens=False)['input_ids'] if texts else ())}
+        examples = [{'id': f'{args.data}:{i}', 'prefix': before[r['prefix']], 'ids': a + b + end, 'n': len(a)} for (i, r), a, b in zip(rows, out[::2], out[1::2])]
     else:
         path = pathlib.Path(args.traces) if args.traces else task.work / 'runs' / pathlib.Path(args.teacher.rstrip('/')).name / 'traces.jsonl'
         traces = {i: t for i, t in load_traces(path, task).items() if task.notes[i]['split'] == split and not t['truncated']}
-        prefix = none if full else enc.prefix
         for i, t in list(traces.items())[:args.limit or None]:
-            x = (enc.prefix if full else []) + enc.note(task.notes[i])
-            examples.append({'id': i, 'prefix': prefix, 'ids': x + enc.completion(t['completion'])[0] + end, 'n': len(x)})
+            note = enc.note(task.notes[i])
+            examples.append({'id': i, 'prefix': enc.prefix, 'ids': note + enc.completion(t['completion'])[0] + end, 'n': len(note)})
         traces = {e['id']: traces[e['id']] for e in examples}
+    if args.prefix == 'full':
+        examples = [{**e, 'prefix': NONE, 'ids': e['prefix'] + e['ids'], 'n': len(e['prefix']) + e['n']} for e in examples]
     if not examples:
         raise Fault(f'nothing to train on: no whole trace of split {split} (or an empty {args.data})')
     for e in examples:
@@ -356,14 +358,15 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             for w in group['params'] if group['hidden'] else ():
                 if w.grad is not None:
-                    m = self.state[w].setdefault('momentum', torch.zeros_like(w)).lerp_(w.grad, 0.05)
-                    shapes.setdefault(tuple(w.shape), []).append((w, w.grad.lerp(m, 0.95), group['lr']))
+                    if 'momentum' not in self.state[w]:
+                        self.state[w]['momentum'] = torch.zeros_like(w)
+                    m = self.state[w]['momentum'].lerp_(w.grad, 0.05)
+                    shapes.setdefault(tuple(w.shape), []).append((w, w.grad.lerp(m, 0.95), group))
                     w.grad = None                                 # AdamW passes over it
         super().step()
-        for (rows, cols), group in shapes.items():
-            X = orthogonal(torch.stack([u for _, u, _ in group]))
-            for (w, _, lr), x in zip(group, X):
-                w.add_(x, alpha=-lr * max(1, rows / cols) ** 0.5)
+        for (rows, cols), alike in shapes.items():
+            for (w, _, group), x in zip(alike, orthogonal(torch.stack([u for _, u, _ in alike]))):
+                w.mul_(1 - group['lr'] * group['weight_decay']).add_(x, alpha=-group['lr'] * max(1, rows / cols) ** 0.5)
 
 
 def orthogonal(G, steps=5):
@@ -441,6 +444,8 @@ def main():
         p.error('--teacher is needed for traces, for lam > 0 and for kd > 0')
     if args.data and args.prefix == 'frozen':
         p.error('--prefix frozen keeps the task\'s candidates; --data has its own: full or shared')
+    if args.data and args.kd and args.prefix != 'full':
+        p.error('--kd reads the whole sequence of a --data record: --prefix full')
     if begin(out, 'distill', settings):
         return print(f'{out} is trained already')
 
@@ -450,7 +455,7 @@ def main():
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=args.embedding_std, generator=torch.Generator(model.device).manual_seed(args.seed))
     enc = load_encoder(args.student, model, task, args.chat)
     examples, traces = load_examples(args, task, enc)
-    start = len(enc.prefix) if traces and args.prefix != 'full' else 0
+    start = len(examples[0]['prefix'])
     sup = Supervision(args.lam, task=task, traces=traces)
     if args.lam:
         pools = load_heads(run)
@@ -503,7 +508,8 @@ def main():
             for k in ('attention_dropout', 'dropout_rate'):
                 if isinstance(getattr(m, k, None), float):
                     setattr(m, k, 0.0)
-    hidden = [w for w, (n, m) in zip(params, model.named_parameters()) if args.muon and m.ndim == 2 and not re.search(r'embed|lm_head|wte|wpe', n)]
+    outer = {id(m.weight) for m in (*model.modules(), model.get_output_embeddings()) if isinstance(m, torch.nn.Embedding) or m is model.get_output_embeddings()}
+    hidden = [w for w, m in zip(params, model.parameters()) if args.muon and m.ndim == 2 and id(m) not in outer]
     optim = Muon(params, hidden, lr=args.lr, betas=(0.9, 0.98), weight_decay=args.weight_decay)
     plan = batches(len(examples), args.batch, args.steps, args.seed, ordered=bool(args.data))
     pad = enc.eos[0] if enc.eos else 0

@@ -193,7 +193,7 @@ def test_muon_moves_as_torchs_own():
     start = [torch.randn(s, generator=rng) for s in ((24, 16), (16, 40), (24, 16), (9,), (30, 16))]
     grads = [[torch.randn(w.shape, generator=rng) for w in start] for _ in range(3)]
     ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
-    optims = [distill.Muon(ours, ours[:3], lr=0.02, weight_decay=0)], [torch.optim.Muon(theirs[:3], lr=0.02, weight_decay=0), torch.optim.AdamW(theirs[3:], lr=0.02, weight_decay=0)]
+    optims = [distill.Muon(ours, ours[:3], lr=0.02, weight_decay=0.1)], [torch.optim.Muon(theirs[:3], lr=0.02, weight_decay=0.1), torch.optim.AdamW(theirs[3:], lr=0.02, weight_decay=0.1)]
     for g in grads:
         for ws, movers in zip((ours, theirs), optims):
             for w, x in zip(ws, g):
@@ -260,6 +260,9 @@ def test_records_with_a_list_of_their_own_share_it_exactly(work, tmp_path):
             '--steps', 4, '--batch', 24, '--micro', 5, '--prefix', mode, '--muon', 0.02)
     a, b = ([json.loads(x) for x in open(work / f'students/own-{m}/log.jsonl')] for m in ('full', 'shared'))
     assert [x['ce'] for x in a] == pytest.approx([x['ce'] for x in b], abs=2e-4) and a[-1]['ce'] < a[0]['ce']
+    bad = tmp_path / 'bad.jsonl'
+    bad.write_text('{"prompt": "a", "completion": "b", "prefix": 3}\n')
+    assert 'bad.jsonl:1: "prefix" should be str' in run('distill.py', '--work', work, '--student', work / 'init/teacher', '--scratch', '--data', bad, '--name', 'y', ok=False)
     assert '--data has its own' in run('distill.py', '--work', work, '--student', work / 'init/teacher', '--data', work / 'train/long.jsonl', '--name', 'x', '--prefix', 'frozen', ok=False)
 
 
