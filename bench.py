@@ -81,7 +81,7 @@ def train(args, model):
         ce = F.cross_entropy(out.logits[0, one['n'] - 1:-1].float(), torch.tensor(one['ids'][one['n']:], device=model.device), reduction='sum') / labels
         kl = ce.new_zeros(())
         for phase, q, row in sup.events['0']:
-            P = distill.pool_words({l: out.attentions[l][:, :, q].float() for l in layers}, sup.pool[phase], sup.mapper(None, None)[0], W)
+            P = distill.word_mass(distill.pool_mean({l: out.attentions[l][:, :, q].float() for l in layers}, [sup.pool[phase]]), *sup.mapper(None, None))
             kl = kl + distill.attention_loss(sup.rows['0'][[row]].to(P.device), P).sum() / (count[phase] * sum(c > 0 for c in count.values()))
         (ce + kl).backward()
         return float(ce.detach()), float(kl.detach())

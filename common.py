@@ -854,15 +854,18 @@ class Probe:
     def attention_rows(self, q, k, v, P, scale, softcap, window):
         """Attention weights of the queries attn_at = (b (n,), t (n,)), recomputed beside sdpa: (n,H,P+T), fp32."""
         b, t = (x.to(q.device) for x in self.attn_at)
-        out = torch.zeros(len(b), q.shape[1], k.shape[2], device=q.device)
-        for i in b.unique():
+        parts, order, col = [], [], torch.arange(k.shape[2], device=q.device)
+        for i, (qi, ki) in enumerate(zip(q.unbind(0), k.unbind(0))):        # unbind: indexing's backward would fill a whole batch of zeros for each
             m = (b == i).nonzero()[:, 0]
-            own = t[m] + P
-            w = attend(q[i, :, t[m]].transpose(0, 1), k[i], v[i], own, k[i][:, own].transpose(0, 1)[:, :, None],
-                       v[i][:, own].transpose(0, 1)[:, :, None], own[:, None], scale, softcap, window, weights=True)[1]
-            full = w[:, :, :-1].scatter_add(2, own[:, None, None].expand(-1, w.shape[1], 1), w[:, :, -1:])
-            out = out.index_put((m,), full)
-        return out
+            if not len(m):
+                continue
+            own = t[m, None] + P
+            s = (scale * qi[:, t[m]].reshape(k.shape[1], -1, q.shape[3]) @ ki.transpose(1, 2)).view(q.shape[1], len(m), -1).float()
+            s = softcap * torch.tanh(s / softcap) if softcap else s
+            hide = col > own if window is None else (col > own) | (col <= own - window)
+            parts.append(s.masked_fill(hide, -math.inf).softmax(-1).transpose(0, 1))
+            order.append(m)
+        return torch.cat(parts)[torch.argsort(torch.cat(order))]
 
     def rows_attention(self, l, q, k, v, scale, softcap, window):
         R = q.shape[2]

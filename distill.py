@@ -82,9 +82,21 @@ class Words:
         return [torch.tensor(np.concatenate(p)) for p in ((t, bare), (w, np.zeros_like(bare)), (x, np.ones(len(bare), np.float32)))], tail[3]
 
 
-def pool_words(weights, heads, maps, W):
-    """P (n,W): attention rows weights {layer: (n,H,T)} averaged over heads [(l,h)], summed over words, normalised."""
-    mean = sum(weights[l][:, h] for l, h in heads) / len(heads)                               # (n,T)
+def pool_mean(weights, pools):
+    """(n,T): attention rows weights {layer: (n,H,T)} averaged over heads; pools: each row's own heads [(l,h)] (n lists)."""
+    total, one = 0, next(iter(weights.values()))
+    for l, w in weights.items():
+        share = one.new_zeros(len(pools), w.shape[1])
+        for j, heads in enumerate(pools):
+            for m, h in heads:
+                if m == l:
+                    share[j, h] = 1 / len(heads)
+        total = total + torch.einsum('nht,nh->nt', w, share)
+    return total
+
+
+def word_mass(mean, maps, W):
+    """P (n,W): attention (n,T) summed over words, normalised."""
     token, word, share = (m.to(mean.device) for m in maps)
     P = mean.new_zeros(len(mean), W).index_add(1, word, mean[:, token] * share)
     return P / P.sum(1, keepdim=True)
@@ -121,7 +133,7 @@ def teacher_rows(args, task, traces, pools):
             q = torch.tensor([e['query'] - len(enc.prefix) for e in mine])
             probe = silent(model, ids, prefix, keep_kv=False, attn_at=(torch.zeros_like(q), q), attn_layers=layers)
             maps, W = mapper(task.notes[i], t['completion'])
-            out[i] = torch.cat([pool_words({l: w[j:j + 1] for l, w in probe.attn.items()}, pools[e['phase']], maps, W) for j, e in enumerate(mine)])
+            out[i] = word_mass(pool_mean(probe.attn, [pools[e['phase']] for e in mine]), maps, W)
         write_tensors(path, out)
         del model, prefix
     barrier()
@@ -295,20 +307,16 @@ def backward(model, part, past, labels, sup, count, pad, start=0, scale=1):
     with Probe(model, past=past, head=(at, 'hidden'), attn_at=attn_at, attn_layers={l for h in sup.pool.values() for l, _ in h}) as probe:
         model(input_ids=ids, position_ids=pos, use_cache=False)
         ce, kl = cross_entropy(model, probe.hidden, target, soft, sup.kd) / labels, torch.zeros((), device=model.device)
-        attn, phases = dict(probe.attn), sum(c > 0 for c in count.values())       # a copy: checkpointing captures again, without meaning
-        for b, e in enumerate(part):                              # one token-to-word map a note
-            mine = [j for j, w in enumerate(where) if w[0] == b]
+        own = [[j for j, w in enumerate(where) if w[0] == b] for b in range(len(part))]
+        mean = pool_mean(dict(probe.attn), [sup.pool[w[2]] for w in where]).split([len(m) for m in own]) if where else ()
+        each = torch.tensor([1 / (count[w[2]] * sum(c > 0 for c in count.values())) for w in where], device=model.device)
+        for e, mine, rows in zip(part, own, mean):                # one token-to-word map a note
             if not mine:
                 continue
             if 'maps' not in e:
                 e['maps'] = sup.mapper(sup.task.notes[e['id']], sup.traces[e['id']]['completion'])
-            maps, W = e['maps']
-            wanted = sup.rows.get_tensor(e['id']).to(model.device)
-            for phase in PHASES:
-                js = [j for j in mine if where[j][2] == phase]
-                if js:
-                    P = pool_words({l: w[js].float() for l, w in attn.items()}, sup.pool[phase], maps, W)
-                    kl = kl + attention_loss(wanted[[where[j][3] for j in js]], P).sum() / (count[phase] * phases)
+            wanted = sup.rows.get_tensor(e['id']).to(model.device)[[where[j][3] for j in mine]]
+            kl = kl + (each[mine] * attention_loss(wanted, word_mass(rows, *e['maps']))).sum()
         (scale * (ce + sup.lam * kl)).backward()
     return float(ce.detach()), float(kl.detach())
 

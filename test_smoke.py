@@ -161,7 +161,7 @@ def test_two_ranks_give_what_one_gives(toy, tmp_path):
     manifest = json.loads((run_ / 'manifest.json').read_text())
     manifest['knockin']['done'] = False
     (run_ / 'manifest.json').write_text(json.dumps(manifest))
-    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--master-port', '29611', 'knockin.py', '--work', str(other),
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', 'knockin.py', '--work', str(other),
                     '--model', str(toy / 'students/teacher'), '--size', '3', '--controls', '20'], cwd=HERE, check=True, capture_output=True)
     assert (run_ / 'knockin.jsonl').read_bytes() == want
 
