@@ -701,16 +701,17 @@ def attend(q, k, v, pos, own_k, own_v, own_pos, scale, softcap=None, window=None
     K, P = k.shape[:2]
     G, S = H // K, own_k.shape[2]
     limit = pos if limit is None else limit
-    order = torch.argsort(pos, stable=True)
     step = max(1, SCORE_BUDGET * (64 if q.is_cuda else 1) // (H * (P + S)))
+    order = torch.argsort(pos, stable=True) if R > step else None
     zs, ws = [], []
-    for part in order.split(step):                                # rows of near positions share a block of keys
-        n, at, end = len(part), pos[part], limit[part]
+    for part in [slice(None)] if order is None else order.split(step):        # rows of near positions share a block of keys
+        at, end = pos[part], limit[part]
+        n = len(at)
         hi = min(P, int(end.max()))
         lo = 0 if window is None else max(0, min(hi, int(at.min()) - window + 1))
         qq = (q[part] * scale).view(n, K, G, D)
         s = (qq.permute(1, 0, 2, 3).reshape(K, n * G, D) @ k[:, lo:hi].transpose(1, 2)).view(K, n, G, hi - lo).float()
-        o = torch.einsum('nkgd,nksd->kngs', qq, own_k[part]).float()      # (K,n,G,S)
+        o = (qq @ own_k[part].transpose(2, 3)).transpose(0, 1).float()        # (K,n,G,S)
         if softcap:
             s, o = softcap * torch.tanh(s / softcap), softcap * torch.tanh(o / softcap)
         col, op = torch.arange(lo, hi, device=q.device), own_pos[part]
@@ -727,11 +728,13 @@ def attend(q, k, v, pos, own_k, own_v, own_pos, scale, softcap=None, window=None
         top = (torch.maximum(s.amax(-1), o.amax(-1)) if hi > lo else o.amax(-1)).detach()                # (K,n,G)
         s, o = s.sub_(top[..., None]).exp_(), o.sub_(top[..., None]).exp_()
         den = (s.sum(-1) + o.sum(-1))[..., None]
-        z = (s.to(v.dtype).reshape(K, n * G, hi - lo) @ v[:, lo:hi]).view(K, n, G, -1) + torch.einsum('kngs,nksd->kngd', o.to(v.dtype), own_v[part])
+        z = (s.to(v.dtype).reshape(K, n * G, hi - lo) @ v[:, lo:hi]).view(K, n, G, -1) + (o.transpose(0, 1).to(v.dtype) @ own_v[part]).transpose(0, 1)
         zs.append((z / den.to(z.dtype)).transpose(0, 1).reshape(n, H, -1))
         if weights:
             w = torch.cat([F.pad(s / den, (lo, P - hi)), o / den], -1)
             ws.append(w.transpose(0, 1).reshape(n, H, P + S))
+    if order is None:
+        return zs[0], ws[0] if weights else None
     back = torch.argsort(order)
     return torch.cat(zs)[back], torch.cat(ws)[back] if weights else None
 

@@ -81,3 +81,13 @@ def test_no_model_there(tmp_path):
     out = run('characterize.py', '--work', tmp_path, '--model', tmp_path / 'no-model')
     assert sorted(p.name for p in tmp_path.rglob('*')) == before
     assert out.returncode and out.stderr.strip().splitlines()[-1].startswith('error:') and 'no-model' in out.stderr
+
+
+def test_a_path_that_is_not_there_is_one_line(tmp_path):
+    task, nope = work(tmp_path), tmp_path / 'nope'
+    for command in (['characterize.py', '--work', nope, '--model', 'm'], ['characterize.py', '--work', task, '--model', nope], ['ablate.py', '--work', task, '--model', nope],
+                    ['distill.py', '--work', task, '--student', nope, '--name', 'a', '--data', nope], ['evaluate.py', '--work', task, '--model', nope],
+                    ['data/bc5cdr/prepare.py', '--corpus', nope, '--work', tmp_path / 'new']):
+        done = subprocess.run([sys.executable, *map(str, command)], cwd=HERE, capture_output=True, text=True)
+        assert done.returncode and len(done.stderr.splitlines()) == 1 and 'nope' in done.stderr, (command, done.stderr)
+    assert not (tmp_path / 'new').exists() and not nope.exists()

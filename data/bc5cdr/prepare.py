@@ -69,9 +69,13 @@ def main():
     p.add_argument('--discovery', type=int, default=120, help='notes; of the rest a quarter is dev and three quarters test')
     p.add_argument('--seed', type=int, default=0)
     args = p.parse_args()
-    work, corpus = private_dir(args.work), pathlib.Path(args.corpus)
+    work, corpus = pathlib.Path(args.work), pathlib.Path(args.corpus)
     if (work / 'notes.jsonl').exists():
         return print(f'{work} is there already')
+    for name in ('train_corpus.txt', 'dev_corpus.txt', 'entities.txt'):
+        if not (corpus / name).is_file():
+            raise Fault(f'{corpus / name} is not there: --corpus should be the folder with BC5CDR\'s train_corpus.txt, dev_corpus.txt, entities.txt')
+    private_dir(work)
     docs = {s: pubtator(corpus / f'{s}_corpus.txt') for s in ('train', 'dev')}
     every = {**docs['train'], **docs['dev']}
     mesh = dict(line.split('\t', 1) for line in (corpus / 'entities.txt').read_text(encoding='utf-8').splitlines())
