@@ -129,8 +129,8 @@ def calibrate(a_event, a_null, event_note, null_note, seed):
 def main():
     p = common_args(__doc__)
     p.add_argument('--traces', help='traces.jsonl made elsewhere, copied in and re-scored')
-    p.add_argument('--splits', default='discovery,test', help='splits whose events are measured')
-    p.add_argument('--also-trace', default='', help='further splits to generate traces for (train,dev for a teacher)')
+    p.add_argument('--splits', default='discovery,test', help='splits whose events are measured; NAME or NAME=N')
+    p.add_argument('--also-trace', default='', help='further splits to generate traces for (train,dev for a teacher; train=200: the first 200 notes)')
     p.add_argument('--limit', type=int, default=0, help='at most this many notes a split; 0: all')
     p.add_argument('--max-new-tokens', type=int, default=512, help='longest completion in tokens; longer ones are marked truncated')
     p.add_argument('--batch', type=int, default=32, help='notes generated together')
@@ -147,7 +147,7 @@ def main():
     model = load_model(args.model, args.dtype, args.device, args.device_map)
     enc = load_encoder(args.model, model, task, args.chat)
     L, H, D = model.probe_shape
-    pick = lambda splits: [i for s in splits.split(',') if s for i in task.ids(s)[:args.limit or None]]
+    pick = lambda splits: [i for s in splits.split(',') if s for name, _, n in [s.partition('=')] for i in task.ids(name)[:int(n or args.limit) or None]]
 
     # ---- traces
     if not (run / 'traces.jsonl').exists():

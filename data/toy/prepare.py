@@ -33,7 +33,7 @@ LINKS = 'to be read as'.split()                        # a trace takes the last 
 ORDINALS = 'first second third fourth fifth sixth'.split()
 LETTERS = 'ABCDEFGHIJKLMNOPQRST'
 TEACHER = r' ?[A-Z](?=\d)| ?[A-Za-z]+|\d|\s|[^\w\s]'                                # where tokens are cut: " K", "1", "7"
-STUDENT = r' ?[A-Z](?=\d)| ?[A-Za-z]{1,5}|\d\d|\s|[^\w\s]'                              # " K", "17", and long words in pieces
+STUDENT = r' ?[A-C]\d(?=\d)| ?[A-Z](?=\d)| ?[A-Za-z]{1,5}|\d|\s|[^\w\s]'                 # " K", "1", "7", but " A1", "7", and long words in pieces
 PROMPT = {'prefix': 'Candidates:\n{list}', 'before_note': '\nNote:', 'after_note': '\nTrace:\n', 'answer': 'Final codes:', 'probe': ' as '}
 
 
