@@ -315,6 +315,8 @@ def student_claims(students, seed):
                 return
             get = (lambda s: s['gain']) if what == 'recovery' else (lambda s: s['scores'].get('counts', {}))
             x, y = [get(a[s]) for s in both], [get(b[s]) for s in both]
+            if what == 'F1':                                      # a note counts where neither arm's trace was cut
+                x, y = [[{i: c for i, c in u.items() if i in v} for u, v in zip(p, q)] for p, q in ((x, y), (y, x))]
             value = paired(x, y, stat, seed) if all(x) and all(y) else (None,) * 3
             if stat is over and value[0] is not None:             # a ratio needs a denominator whose own interval leaves zero out
                 _, low, high = paired(y, y, lambda a, b, c, d: share(a, b), seed)
