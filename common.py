@@ -7,6 +7,7 @@ Short names: B batch, T tokens, P shared past tokens, R rows, E events, L layers
 D head dim, C hidden size, V vocabulary, U token ids scored. Shapes stand in the margin.
 """
 import argparse
+import atexit
 import contextlib
 import hashlib
 import json
@@ -170,6 +171,7 @@ def barrier():
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
             dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')
+            atexit.register(dist.destroy_process_group)      # or gloo's threads outlive the interpreter, and now and then abort it
         dist.barrier()
 
 

@@ -283,6 +283,18 @@ def test_two_ranks_train_as_one(work, tmp_path):                  # fault 34, ru
         assert all(torch.isfinite(w).all() for w in model.parameters())
 
 
+def test_ranks_leave_their_process_group(tmp_path):
+    """A group left open at exit aborts about every second two-rank run (gloo: "terminate called without an active exception")."""
+    script = tmp_path / 'ends.py'
+    script.write_text("import atexit, torch.distributed as dist\n"
+                      "atexit.register(lambda: print('left open' if dist.is_initialized() else 'left'))     # registered first, so run last\n"
+                      "import common\ncommon.barrier()\nassert dist.is_initialized()\n")
+    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', str(script)], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(HERE)})
+    assert not done.returncode, done.stderr[-3000:]
+    assert done.stdout.split() == ['left', 'left']
+
+
 def test_a_sequence_over_the_limit_names_its_note(work):          # fault 23
     out = run('distill.py', '--work', work, '--student', work / 'init/student', '--scratch', '--traces', work / 'gold.jsonl', '--name', 'long', '--max-len', 30, ok=False)
     assert 'train-000' in out and '--max-len' in out
