@@ -10,6 +10,7 @@ from it), exhaustive (every small subset of all heads), and necessity and keep-o
 log-sum-exp margin in place of the mean and the maximum.
 """
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -96,13 +97,19 @@ def matched_span(attention, span, query, seed):
     return out
 
 
+def subsets(heads, most=40_000):
+    """Every subset of range(heads) of up to k heads, the smallest first, for the largest k with no more than `most` of them."""
+    counts = itertools.takewhile(lambda n: n <= most, itertools.accumulate(math.comb(heads, k) for k in range(heads + 1)))
+    return [c for k, _ in enumerate(counts) for c in itertools.combinations(range(heads), k)]
+
+
 def main():
     p = common_args(__doc__)
     p.add_argument('--split', default='test', help='split on which the sets are tested')
     p.add_argument('--controls', type=int, default=200, help='random sets of the same size and layer histogram')
     p.add_argument('--size', type=int, default=0, help='test the top SIZE heads of each phase in place of the selected set (equal sizes across models)')
     p.add_argument('--robust', default='auto', choices=('auto', 'on', 'off'), help='also zeros, resampled values, log-sum-exp, integrated gradients; auto: below 500 M parameters')
-    p.add_argument('--exhaustive', type=int, default=0, help='events of each phase on which every subset of up to 4 heads is kept alone (all subsets below 13 heads)')
+    p.add_argument('--exhaustive', type=int, default=0, help='events of each phase on which every small subset of heads is kept alone (up to 4 of 24 heads, 2 of 270, all of 12)')
     args = p.parse_args()
     opened = open_run(args, 'ablate', ('split', 'controls', 'size', 'robust', 'exhaustive'))
     if not opened:
@@ -123,8 +130,8 @@ def main():
     prefix, P, regions = prefix_kv(model, enc), len(enc.prefix), list_regions(enc)
     plans, matched = tests_of(sets, {k: load_heads(run, k) for k in CURVE}, [*phases, *early_phase], args.controls, shape, args.seed)
     positive = {p: [e for e in events if e['phase'] == p and e['margin'] > 0 and e['id'] in discovery] for p in phases}
-    small = [c for k in range(5 if L * H > 12 else L * H + 1) for c in itertools.combinations(range(L * H), k)]
-    every = torch.ones(len(small) if args.exhaustive else 0, L * H, dtype=torch.bool)
+    small = subsets(L * H) if args.exhaustive else []
+    every = torch.ones(len(small), L * H, dtype=torch.bool)
     for m, c in zip(every, small):
         m[list(c)] = False
     every = every.view(-1, L, H)
@@ -212,12 +219,12 @@ def main():
         if some:
             gain = sum(parts[i][f'truth.{j}'] - parts[i][f'sets.{j}'][0] for i, j in some).numpy()
             share = gain / float(sum(parts[i]['clean'][j] - parts[i][f'sets.{j}'][0] for i, j in some))
-            best = next(((k, c) for k in range(1, max(map(len, small)) + 1) for c in [max((c for c in range(len(small)) if len(small[c]) == k), key=lambda c: share[c])] if share[c] >= 0.8), None)
+            best = next(((k, c) for k in range(1, len(small[-1]) + 1) for c in [max((c for c in range(len(small)) if len(small[c]) == k), key=lambda c: share[c])] if share[c] >= 0.8), None)
             own = [l * H + h for l, h in sets[ph]]
             kept = next((float(x) for c, x in zip(small, share) if sorted(own) == list(c)), None)
             records.append({'kind': 'exhaustive', 'set': ph, 'phase': ph, 'split': args.split, 'size': best[0] if best else None, 'value': float(share[best[1]]) if best else None,
                             'low': None, 'high': None, 'n': len({i for i, _ in some}), 'events': len(some), 'subsets': len(small), 'selected_size': len(own), 'selected_recovery': kept,
-                            'heads': [f'{h // H}.{h % H}' for h in small[best[1]]] if best else [], 'reason': None if best else 'no subset of that size recovers 80 %'})
+                            'heads': [f'{h // H}.{h % H}' for h in small[best[1]]] if best else [], 'reason': None if best else f'no subset of up to {len(small[-1])} heads recovers 80 %'})
     site_rows = [(i, x[0], x[1:].numpy()) for i, (_, at_early) in mine.items() if i in test for j, e in enumerate(at_early) if e['margin'] > 0 for x in [parts[i][f'early.{j}']]]
     if site_rows:
         records += record(site_rows, plans['early'][1], 'early', args.split, args.seed, 0.0, matched)
