@@ -479,20 +479,29 @@ def figures(task, runs, students, folder):
         axes[0].set_ylim(len(names) - 0.5, -0.5)
         n, size = [s['scores'].get('n', 0) for s in students], students[0]['size']
         save(fig, 'students', f'Students after training, heads rediscovered on their own traces, the same number of heads in every arm{f" ({size})" if size else ""}; 95 % intervals over notes; in brackets lambda, filled: chosen on dev; F1 on n = {min(n)} to {max(n)} held-out notes (truncated traces left out).')
-    curves = [s for s in students if any('dev' in x for x in s['log'])]
+    curves = [s for s in students if s['chosen'] and any('dev' in x for x in s['log'])]
     if curves:
-        fig, axes = plt.subplots(1, 4, figsize=(9.6, 2.5), layout='constrained')
-        for ax, key, label in zip(axes, ('dev', *PHASES), ('dev cross-entropy (nats a token)', *(f'{p} decisions right (share)' for p in PHASES))):
-            for arm in dict.fromkeys(s['arm'] for s in curves):
-                for n, s in enumerate(x for x in curves if x['arm'] == arm and x['chosen']):
-                    at = [x for x in s['log'] if key in x]
-                    ax.plot([x['step'] + 1 for x in at], [x[key] for x in at], color=ARMS[arm], lw=1.2, alpha=0.8, ls='-' if s['precision'] != 'bf16' else '--', label=arm if not n else None)
-            ax.set_xlabel('optimiser steps')
-            ax.set_title(label, fontsize=8)
-            if key != 'dev':
-                ax.set_ylim(-0.02, 1.02)
-        axes[0].legend(frameon=False, fontsize=7)
-        save(fig, 'training', f'Students against steps on the dev split, teacher-forced on the teacher\'s traces: cross-entropy and the share of decisions with a positive margin, one line a seed (n = {len(task.ids("dev"))} notes); dashed: bf16.')
+        rows = list(dict.fromkeys((s['kind'], s['precision']) for s in curves))
+        fig, axes = plt.subplots(len(rows), 4, figsize=(9.6, 0.4 + 2.1 * len(rows)), layout='constrained', sharex=True, squeeze=False)
+        for (kind, precision), line in zip(rows, axes):
+            for ax, key, label in zip(line, ('dev', *PHASES), ('dev cross-entropy (nats a token)', *(f'{p} decisions right (share)' for p in PHASES))):
+                for arm in ARMS:
+                    seeds = [{x['step'] + 1: x[key] for x in s['log'] if key in x} for s in curves if (s['arm'], s['kind'], s['precision']) == (arm, kind, precision)]
+                    for x in seeds:
+                        ax.plot(*zip(*x.items()), color=ARMS[arm], lw=0.6, alpha=0.45)
+                    at = sorted(set.intersection(*map(set, seeds))) if seeds else []
+                    ax.plot(at, [np.mean([x[t] for x in seeds]) for t in at], color=ARMS[arm], lw=2, label=f'{arm} ({len(seeds)})' if seeds else None)
+                if ax in axes[0]:
+                    ax.set_title(label, fontsize=8)
+                if ax in axes[-1]:
+                    ax.set_xlabel('optimiser steps')
+                if key == 'dev':
+                    ax.set_ylim(0)
+                    ax.set_ylabel(f'{kind}, {precision}', fontsize=8)
+                    ax.legend(frameon=False, fontsize=7)
+                else:
+                    ax.set_ylim(-0.02, 1.02)
+        save(fig, 'training', f'Students against steps on the dev split, teacher-forced on the teacher\'s traces: cross-entropy and the share of decisions with a positive margin (n = {len(task.ids("dev"))} notes). Thick: mean over seeds (their number in brackets), thin: one seed; of several lambdas the one chosen on dev.')
     return captions
 
 
