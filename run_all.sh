@@ -5,7 +5,7 @@
 #   SEEDS=5 LAMBDAS="0.1 0.3 1" PRECISIONS="fp32-master bf16" KINDS="cross same" bash run_all.sh      claims 14-17 in full, hours
 #   TASK=bc5cdr MODEL=SmolLM2-135M-Instruct CORPUS=BC5CDR bash run_all.sh          a real model on real abstracts, 2.5 hours
 #
-# Settings by environment: TASK, MODEL, WORK, PY (python), CORPUS (bc5cdr); for the toy's students SEEDS, LAMBDAS, PRECISIONS, KINDS, STEPS (of an arm).
+# Settings by environment: TASK, MODEL, WORK, PY (python), CORPUS and SECOND (bc5cdr: its folder; a second model); for the toy's students SEEDS, LAMBDAS, PRECISIONS, KINDS, STEPS (of an arm).
 set -euo pipefail
 cd "$(dirname "$0")"
 TASK=${TASK:-toy}; WORK=${WORK:-work/$TASK}; PY=${PY:-python}; S=$WORK/students
@@ -13,7 +13,7 @@ SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32-master
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # what a finished run looks like: the code, the settings and every stage's manifest
-state() { { cat ./*.py data/*/prepare.py run_all.sh; echo "$TASK $SEEDS $LAMBDAS $PRECISIONS $KINDS $STEPS ${MODEL:-}"; find "$WORK" -name manifest.json | sort | xargs cat; } 2>/dev/null | sha256sum; }
+state() { { cat ./*.py data/*/prepare.py run_all.sh; echo "$TASK $SEEDS $LAMBDAS $PRECISIONS $KINDS $STEPS ${MODEL:-} ${SECOND:-}"; find "$WORK" -name manifest.json | sort | xargs cat; } 2>/dev/null | sha256sum; }
 if [ -f "$WORK/report.md" ] && [ "$(cat "$WORK/.finished" 2>/dev/null)" = "$(state)" ]; then
   echo "everything is done: $WORK/report.md"; exit 0
 fi
@@ -83,10 +83,12 @@ if [ "$TASK" = toy ]; then
 elif [ "$TASK" = bc5cdr ]; then
   : "${MODEL:?a model folder, hub id or .gguf file}" "${CORPUS:?folder with the BC5CDR files}"
   $PY data/bc5cdr/prepare.py --corpus "$CORPUS" --work "$WORK"
-  # a small instruct model is no coder: make it one on traces written from the gold mentions, then study it on its own traces
-  train --student "$MODEL" --traces "$WORK/gold.jsonl" --prefix frozen --refresh 8 --name coder \
-    --precision fp32 --steps 105 --batch 4 --micro 2 --lr 2e-4 --warmup 8 --save-every 15
-  study "$S/coder" 0 --limit 40 --max-new-tokens 160 --batch 8
+  # a small instruct model is no coder: make it one on traces written from the gold mentions, then study it on its own traces.
+  # A second one of another family (SECOND) tells which claims two models share
+  coder() { train --student "$1" --traces "$WORK/gold.jsonl" --prefix frozen --refresh 8 --precision fp32 --micro 2 --save-every 15 --name "$2" "${@:3}"
+            study "$S/$2" 0 --limit 40 --max-new-tokens 160 --batch 8; }
+  coder "$MODEL" coder --steps 105 --batch 4 --lr 2e-4 --warmup 8
+  [ -z "${SECOND:-}" ] || coder "$SECOND" second --steps 210 --batch 2 --lr 5e-5 --warmup 10     # at 2e-4 Gemma 3 gives every note one answer
   $PY evaluate.py --work "$WORK" --model "$S/coder"
 else
   echo "error: TASK=$TASK is none of toy, bc5cdr" >&2; exit 1
