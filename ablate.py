@@ -15,14 +15,14 @@ import math
 import numpy as np
 import torch
 
-from common import (EarlySites, EventFinder, Fault, attribution, by_note, common_args, each_note, finish, head_mask, list_regions, load_heads, loo_means,
+from common import (NEAR, REGION, EarlySites, EventFinder, Fault, attribution, by_note, common_args, each_note, finish, head_mask, list_regions, load_heads, loo_means,
                     mean_interval, measure, open_run, prefix_kv, random_sets, rank, ratio_interval, read_jsonl, reading_spans, silent, wilson, write_jsonl,
                     write_tensors)
 from safetensors.torch import load_file
 
 CURVE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)      # set sizes whose keep-only recovery is measured
 BAND = 20                                               # random sets of each of them
-FAMILY = {'region reader': ('coarse', 0), 'look-back': ('contrast', 3)}      # phase, and which of SPANS it reads
+FAMILY = {'region reader': ('coarse', REGION), 'look-back': ('contrast', NEAR)}      # phase, and what it reads
 
 
 def tests_of(sets, tops, phases, controls, shape, seed):
@@ -139,7 +139,7 @@ def main():
 
     def work(i):
         ev, at_early = mine[i]
-        ids = enc.prefix + enc.note(task.notes[i]) + enc.completion(traces[i]['completion'])[0]
+        ids = enc.whole(task.notes[i], traces[i]['completion'])
         E, base = len(ev), silent(model, ids[P:], prefix)
         past, out = [*prefix, base.kv], {'clean': torch.zeros(E), 'effect': torch.zeros(E, L, H)}
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import (PHASES, EarlySites, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
+from common import (LIST, NEAR, NOTE, OTHERS, PHASES, REGION, EarlySites, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
                     folder_hash, list_regions, load_model, load_task, load_encoder, load_traces, loo_means, margin, mean_interval, measure, mentions,
                     note_means, prefill, prefix_kv, rank, ratio_interval, reading_spans, run_dir, scored, silent, write_jsonl, write_tensors, world)
 
@@ -208,7 +208,7 @@ def main():
                             np.arange(n) / max(1, n - 1), allowed, edges)
         nulls[i] = [(j, int(t)) for j in range(len(ev)) for t in at[j] if t >= 0]
 
-    # ---- pass 2: attribution at events and at null positions, one backward a note; attention of every head on SPANS
+    # ---- pass 2: attribution at events and at null positions, one backward a note; attention of every head on its spans
     regions = list_regions(enc)
 
     def attribute(i):
@@ -284,16 +284,16 @@ def main():
     families = []
     for ph in phases:
         sel = np.flatnonzero(use & (phase_of == ph))
-        both = sel[count[sel, 3] > 0]
+        both = sel[count[sel, NEAR] > 0]
         for h in range(L * H):
             m = mass[:, h // H, h % H]
-            expected = m[sel, 1] * count[sel, 0] / np.maximum(count[sel, 1], 1)
-            lift = ratio_interval(by_note(m[sel, 0], note_of[sel])[1], by_note(expected, note_of[sel])[1], args.seed)
-            back = mean_interval(note_means(m[both, 3] - m[both, 4], note_of[both]), args.seed) if ph == 'contrast' else (None,) * 3
+            expected = m[sel, LIST] * count[sel, REGION] / np.maximum(count[sel, LIST], 1)
+            lift = ratio_interval(by_note(m[sel, REGION], note_of[sel])[1], by_note(expected, note_of[sel])[1], args.seed)
+            back = mean_interval(note_means(m[both, NEAR] - m[both, OTHERS], note_of[both]), args.seed) if ph == 'contrast' else (None,) * 3
             causal = h in order.get(ph, [])
             kind = 'region reader' if ph == 'coarse' and causal and lift[0] is not None and lift[1] > 1 else 'look-back' if causal and back[0] is not None and back[1] > 0 else None
             families.append({'phase': ph, 'layer': h // H, 'head': h % H, 'lift': lift[0], 'lift_low': lift[1], 'lift_high': lift[2], 'look_back': back[0],
-                             'look_back_low': back[1], 'look_back_high': back[2], 'note': float(m[sel, 2].mean()) if len(sel) else None, 'n': len(set(note_of[sel])), 'family': kind})
+                             'look_back_low': back[1], 'look_back_high': back[2], 'note': float(m[sel, NOTE].mean()) if len(sel) else None, 'n': len(set(note_of[sel])), 'family': kind})
 
     # ---- early elicitation: the trace cut k tokens before a code, a probe, and the margin of the code's region
     sites, places = EarlySites(finder) if args.early else None, {}
@@ -351,7 +351,7 @@ def main():
 
     def site(i):
         spot = torch.zeros(len(ids[i]) + len(sites.ids))
-        spot[:len(ids[i])] = reading_spans(enc, regions, task.notes[i], '', mine[i][:1], len(ids[i]))[0, 2].float()
+        spot[:len(ids[i])] = reading_spans(enc, regions, task.notes[i], '', mine[i][:1], len(ids[i]))[0, NOTE].float()
         out = [probe for *_, probe in visit(i, z_at=last, attn_at=(torch.zeros_like(last), last), attn_map=lambda w: w @ spot[:w.shape[-1]].to(w))]
         return {k: torch.stack([torch.cat([getattr(x, f)[l].float().cpu() for l in range(L)]) for x in out]) for k, f in (('z', 'z'), ('note', 'attn'))}
     five = each_note(run, 'sites', list(at_note), site)

@@ -429,6 +429,10 @@ class Encoder:
     def completion(self, text):
         return spans(self.tok, [text])[0]
 
+    def whole(self, note, completion):
+        """The ids of prefix, note and completion, one sequence."""
+        return self.prefix + self.note(note) + self.completion(completion)[0]
+
     def hash(self):
         return sha(self.tok.backend_tokenizer.to_str(), self.chat)
 
@@ -580,7 +584,7 @@ class EventFinder:
 
 # ------------------------------------------------------------------------------------------------ what heads read, early sites
 
-SPANS = ('region', 'list', 'note', 'near_miss', 'others')
+REGION, LIST, NOTE, NEAR, OTHERS = range(5)              # what an event's attention is summed over: see reading_spans
 
 
 def list_regions(enc):
@@ -601,11 +605,11 @@ def list_regions(enc):
 
 
 def reading_spans(enc, regions, note, completion, events, total):
-    """(n, 5, T) bool: which of a sequence's `total` tokens are, for each event of one note, SPANS: the candidate lines of
-    its code's region, the whole list, the note's text, the near-miss's earlier mentions (contrast), and equally many tokens
-    of other codes' earlier mentions, nearest to them in distance (METHOD.md, What heads read). regions: list_regions."""
+    """(n, 5, T) bool: which of a sequence's `total` tokens are, for each event of one note, REGION: the candidate lines of its
+    code's region, LIST: the whole list, NOTE: the note's text, NEAR: the near-miss's earlier mentions (contrast), OTHERS:
+    equally many tokens of other codes' earlier mentions, nearest to them in distance (METHOD.md, What heads read). regions: list_regions."""
     task, P = enc.task, len(enc.prefix)
-    out = np.zeros((len(events), len(SPANS), total), bool)
+    out = np.zeros((len(events), 5, total), bool)
     at = len(enc.before)
     offs = spans(enc.tok, [enc.prompt_text(note)])[0][1]
     words = np.array([s < at + len(note['text']) and e > at for s, e in offs], bool)
@@ -613,13 +617,13 @@ def reading_spans(enc, regions, note, completion, events, total):
     offs = enc.completion(completion)[1]
     code = [(first + t, c) for a, b, c in mentions(completion, task.index) for t, (s, e) in enumerate(offs) if s < b and e > a]
     for x, e in zip(out, events):
-        x[0, :P], x[1, :P] = regions == task.region[task.index[e['code']]], regions >= 0
-        x[2, P:first] = words
+        x[REGION, :P], x[LIST, :P] = regions == task.region[task.index[e['code']]], regions >= 0
+        x[NOTE, P:first] = words
         if e['near_miss']:
             near = [t for t, c in code if c == e['near_miss'] and t <= e['query']]
             other = sorted((min(abs(t - u) for u in near), t) for t, c in code if c not in (e['near_miss'], e['code']) and t <= e['query'])
             if near and len(other) >= len(near):                  # else the event has no control and counts for nothing
-                x[3, near], x[4, [t for _, t in other[:len(near)]]] = True, True
+                x[NEAR, near], x[OTHERS, [t for _, t in other[:len(near)]]] = True, True
     return torch.from_numpy(out)
 
 

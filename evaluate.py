@@ -11,7 +11,7 @@ import pathlib
 
 import numpy as np
 
-from common import (PHASES, Fault, answer_codes, by_note, common_args, interval, knockin_summary, load_heads, load_task, load_traces,
+from common import (LIST, NEAR, NOTE, OTHERS, PHASES, REGION, Fault, answer_codes, by_note, common_args, interval, knockin_summary, load_heads, load_task, load_traces,
                     mean_interval, note_means, private_dir, ratio_interval, read_events, read_jsonl, resamples, write_jsonl, write_text)
 
 CLAIMS = {1: 'each decision is a token-level event scored by its own margin', 2: 'null calibration discounts generic heads',
@@ -188,16 +188,16 @@ def reasoner_claims(task, run, seed):
         heads = chosen[kind] = [(r['layer'], r['head']) for r in families if r['family'] == kind]
         use = np.flatnonzero([e['phase'] == p and e['id'] in test and e['margin'] > 0 for e in events])
         if len(use) and p == 'contrast':
-            use = use[read['count'][use, 3] > 0]
+            use = use[read['count'][use, NEAR] > 0]
         if not heads or not len(use):
             add(9, f'{kind} heads', None, None, 'families.jsonl', reason='not computed: no such head' if not heads else 'not computed: no such event')
             continue
         m, count = sum(read['mass'][use, l, h] for l, h in heads).astype(float) / len(heads), read['count'][use]
         who = [events[i]['id'] for i in use]
         if kind == 'look-back':
-            x = mean_interval(note_means(m[:, 3] - m[:, 4], who), seed)
+            x = mean_interval(note_means(m[:, NEAR] - m[:, OTHERS], who), seed)
         else:
-            x = ratio_interval(by_note(m[:, 0], who)[1], by_note(m[:, 1] * count[:, 0] / np.maximum(count[:, 1], 1), who)[1], seed)
+            x = ratio_interval(by_note(m[:, REGION], who)[1], by_note(m[:, LIST] * count[:, REGION] / np.maximum(count[:, LIST], 1), who)[1], seed)
         add(9, {'look-back': 'look-back: attention on the near-miss minus on others', 'region reader': 'region readers: lift of the own region'}[kind], x,
             x[0] is not None and x[1] > (0 if kind == 'look-back' else 1), 'reading.safetensors', len(set(who)), heads=[f'{l}.{h}' for l, h in heads])
     if all(chosen.values()):
@@ -229,7 +229,7 @@ def reasoner_claims(task, run, seed):
         add(12, 'median layer, early minus coarse', x, x < 0, 'early_heads.jsonl', used)
         asked, note = jsonl(run / 'early_sites.jsonl'), tensor_file(run / 'early.safetensors')['note']
         share = {}
-        for part, rows_, get in ((0, asked, lambda i: np.mean([note[i, l, h] for l, h in early_heads])), (1, events, lambda i: np.mean([read['mass'][i, l, h, 2] for l, h in coarse]))):
+        for part, rows_, get in ((0, asked, lambda i: np.mean([note[i, l, h] for l, h in early_heads])), (1, events, lambda i: np.mean([read['mass'][i, l, h, NOTE] for l, h in coarse]))):
             for i, e in enumerate(rows_):
                 if e['id'] in test and e['phase'] in ('early', 'coarse'):
                     share.setdefault(e['id'], ([], []))[part].append(get(i))

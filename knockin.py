@@ -53,7 +53,7 @@ def main():
     prefix, P = prefix_kv(model, enc), len(enc.prefix)
 
     def work(i):
-        ids = enc.prefix + enc.note(task.notes[i]) + enc.completion(traces[i]['completion'])[0]
+        ids = enc.whole(task.notes[i], traces[i]['completion'])
         probe = silent(model, ids[P:], prefix)
         masks, source, event, pair = [], [], [], []
         for j, (e, donors, same) in enumerate(mine[i]):

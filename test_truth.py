@@ -90,7 +90,7 @@ def test_exhaustive_rows_equal_hooked_forwards(twelve):
     plain = LlamaForCausalLM.from_pretrained(w / 'students/m', attn_implementation='eager').eval()
     total = dict.fromkeys(('clean', 'kept', 'all'), 0.0)
     for e in [e for e in events if e['phase'] == 'coarse' and e['margin'] > 0 and task.notes[e['id']]['split'] == 'test'][:8]:
-        ids = torch.tensor([enc.prefix + enc.note(task.notes[e['id']]) + enc.completion(traces[e['id']]['completion'])[0]])
+        ids = torch.tensor([enc.whole(task.notes[e['id']], traces[e['id']]['completion'])])
         for what, keep in (('clean', None), ('kept', heads), ('all', set())):
             hooks = []
             for l, block in enumerate(plain.model.layers):
