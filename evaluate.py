@@ -70,8 +70,8 @@ def tensor_file(path):
 
 
 def split_half(run, sets, discovery, seed, draws=200):
-    """{phase: (mean Jaccard, low, high, random sets' 95th percentile, notes)}: the top |S| heads by calibrated attribution
-    in each half of the discovery notes, over random halves (the interval is over halves)."""
+    """{phase: (median Jaccard, low, high, random sets' 95th percentile, notes)}: the top |S| heads by calibrated attribution
+    in each half of the discovery notes, over random halves (the interval is over halves, so the median lies in it)."""
     events, t = read_events(run)
     L, H = t['attribution'].shape[1:]
     owner, a, null, out = t['null_event'].numpy(), t['attribution'].flatten(1).numpy(), t['null'].flatten(1).numpy(), {}
@@ -93,7 +93,8 @@ def split_half(run, sets, discovery, seed, draws=200):
         real = [jac(top(c[o[:len(o) // 2]]), top(c[o[len(o) // 2:]])) for o in order] if len(c) > 1 else []
         chance = [jac(set(rng.choice(L * H, k, replace=False)), set(rng.choice(L * H, k, replace=False))) for _ in range(2000)]
         if real:
-            out[p] = (float(np.mean(real)), *np.percentile(real, [2.5, 97.5]).tolist(), float(np.percentile(chance, 95)), len(c))
+            low, value, high = np.percentile(real, [2.5, 50, 97.5]).tolist()
+            out[p] = (value, low, high, float(np.percentile(chance, 95)), len(c))
     return out
 
 
