@@ -430,7 +430,7 @@ def figures(task, runs, students, folder):
                     x = note_means([float(r[key] > 0) for r in at], [r['id'] for r in at])
                     line.append((k, *mean_interval(x), len(x)) if len(x) else (k, *[np.nan] * 3, 0))
                 x, y, low, high, n = zip(*line)
-                ax.plot(x, y, color=colour, marker='o', ms=3, label=f'{label} (n = {min(n)}-{max(n)} notes)')
+                ax.plot(x, y, color=colour, marker='o', ms=3, label=f'{label} (n = {min(n)}' + (f'-{max(n)}' if max(n) > min(n) else '') + ' notes)')
                 ax.fill_between(x, np.array(low, float), np.array(high, float), color=colour, alpha=0.2, linewidth=0)
             ax.set_xlabel('k, tokens before the code')
             ax.set_ylabel('region right (share of mentions)')

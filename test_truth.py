@@ -184,6 +184,18 @@ def test_no_effect_no_finding(tmp_path):
     assert len(verdicts) >= 5 and True not in verdicts
 
 
+def test_a_head_that_stands_alone_passes_however_many_there_are():
+    """One head of 1,024 decides, the others are noise: the number of permutations must not bound its q above 0.05."""
+    from characterize import calibrate
+    rng = np.random.default_rng(0)
+    notes, nulls = np.repeat(np.arange(20), 2), np.repeat(np.arange(20), 8)
+    event, null = rng.normal(0, 1, (40, 1024)), rng.normal(0, 1, (160, 1024))
+    event[:, 700] += 4
+    raw, at_null, c, q = calibrate(event, null, notes, nulls, 0)
+    assert np.flatnonzero(q < 0.05).tolist() == [700] and q[700] < 0.02
+    assert c[700] == pytest.approx(event[:, 700].mean() - null[:, 700].mean()) and np.allclose(raw - at_null, c)
+
+
 def draws(kind, n, rng):
     return {'normal': lambda: (rng.normal(0.8, 0.5, n), np.ones(n)), 'gamma': lambda: (rng.gamma(2, 0.4, n), np.ones(n)),
             'ratio': lambda: (lambda d: (d * 0.8 + rng.normal(0, 0.5, n), d))(rng.gamma(4, 0.5, n))}[kind]()
