@@ -105,7 +105,8 @@ def reasoner_claims(task, run, seed):
 
     def add(claim, name, x, holds, source, n=0, **more):
         value, low, high = x if isinstance(x, tuple) else (x, None, None)
-        reason = {} if value is not None else {'reason': more.pop('reason', 'denominator near zero')}
+        why = more.pop('reason', 'denominator near zero')          # a row that has a value needs none
+        reason = {} if value is not None else {'reason': why}
         rows.append({'claim': claim, 'name': name, 'model': run.name, 'value': value, 'low': low, 'high': high, 'n': int(n),
                      'holds': None if value is None else holds, 'from': f'runs/{run.name}/{source}', **reason, **more})
 

@@ -188,6 +188,7 @@ def test_distil_both_arms_and_evaluate(toy):
     rows = [json.loads(x) for x in open(toy / 'evaluation.jsonl')]
     assert {r['claim'] for r in rows} == set(range(1, 21))
     assert all(r['reason'] for r in rows if r['value'] is None) and all(r['command'] for r in rows)
+    assert not any('reason' in r for r in rows if r['value'] is not None and r['claim'] < 14)
     assert all(r['low'] - 1e-9 <= r['value'] <= r['high'] + 1e-9 for r in rows if r['low'] is not None)      # no value beside its own interval
     report = (toy / 'report.md').read_text()
     assert 'not computed' in report and all((toy / 'figures' / f).stat().st_size > 5000 for f in ('heads-teacher.png', 'students.png'))
