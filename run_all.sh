@@ -3,7 +3,7 @@
 #
 #   bash run_all.sh                                      the toy: trains two reasoners and the students, under a quarter of an hour on 2 cores
 #   SEEDS=5 LAMBDAS="0.1 0.3 1" PRECISIONS="fp32-master bf16" KINDS="cross same" bash run_all.sh      claims 14-17 in full, hours
-#   TASK=bc5cdr MODEL=SmolLM2-135M-Instruct CORPUS=BC5CDR bash run_all.sh          a real model on real abstracts, 2.5 hours
+#   TASK=bc5cdr MODEL=M SECOND=N CORPUS=BC5CDR bash run_all.sh      one or two real models on real abstracts, about an hour a model
 #
 # Settings by environment: TASK, MODEL, WORK, PY (python), CORPUS and SECOND (bc5cdr: its folder; a second model); for the toy's students SEEDS, LAMBDAS, PRECISIONS, KINDS, STEPS (of an arm).
 set -euo pipefail
