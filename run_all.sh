@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole reproduction. Every stage resumes: run it again and it goes on where it stopped.
 #
-#   bash run_all.sh                                      the toy: trains two reasoners and the students, under a quarter of an hour on 2 cores
+#   bash run_all.sh                                      the toy: trains two reasoners and the students; 10 min 29 s on 2 quiet cores, longer on slow ones
 #   SEEDS=5 LAMBDAS="0.1 0.3 1" PRECISIONS="fp32-master bf16" KINDS="cross same" bash run_all.sh      claims 14-17 in full, hours
 #   TASK=bc5cdr MODEL=M SECOND=N CORPUS=BC5CDR bash run_all.sh      one or two real models on real abstracts, about an hour a model
 #
