@@ -103,12 +103,10 @@ def reasoner_claims(task, run, seed):
     from scipy.stats import hypergeom, spearmanr
     rows = []
 
-    def add(claim, name, x, holds, source, n=0, **more):
+    def add(claim, name, x, holds, source, n=0, reason='denominator near zero', **more):
         value, low, high = x if isinstance(x, tuple) else (x, None, None)
-        why = more.pop('reason', 'denominator near zero')          # a row that has a value needs none
-        reason = {} if value is not None else {'reason': why}
         rows.append({'claim': claim, 'name': name, 'model': run.name, 'value': value, 'low': low, 'high': high, 'n': int(n),
-                     'holds': None if value is None else holds, 'from': f'runs/{run.name}/{source}', **reason, **more})
+                     'holds': None if value is None else holds, 'from': f'runs/{run.name}/{source}', **({'reason': reason} if value is None else {}), **more})
 
     discovery, test = set(task.ids('discovery')), set(task.ids('test'))
     events, tensors = read_events(run)
