@@ -15,7 +15,7 @@ import math
 import numpy as np
 import torch
 
-from common import (NEAR, REGION, EarlySites, EventFinder, Fault, attribution, by_note, common_args, each_note, finish, head_mask, list_regions, load_heads, loo_means,
+from common import (NEAR, REGION, EarlySites, EventFinder, Fault, at_least, attribution, by_note, common_args, each_note, finish, head_mask, list_regions, load_heads, loo_means,
                     mean_interval, measure, open_run, prefix_kv, random_sets, rank, ratio_interval, read_jsonl, reading_spans, silent, wilson, write_jsonl,
                     write_tensors)
 from safetensors.torch import load_file
@@ -106,10 +106,10 @@ def subsets(heads, most=40_000):
 def main():
     p = common_args(__doc__)
     p.add_argument('--split', default='test', help='split on which the sets are tested')
-    p.add_argument('--controls', type=int, default=200, help='random sets of the same size and layer histogram')
-    p.add_argument('--size', type=int, default=0, help='test the top SIZE heads of each phase in place of the selected set (equal sizes across models)')
+    p.add_argument('--controls', type=at_least(0), default=200, help='random sets of the same size and layer histogram')
+    p.add_argument('--size', type=at_least(0), default=0, help='test the top SIZE heads of each phase in place of the selected set (equal sizes across models)')
     p.add_argument('--robust', default='auto', choices=('auto', 'on', 'off'), help='also zeros, resampled values, log-sum-exp, integrated gradients; auto: below 500 M parameters')
-    p.add_argument('--exhaustive', type=int, default=0, help='events of each phase on which every small subset of heads is kept alone (up to 4 of 24 heads, 2 of 270, all of 12)')
+    p.add_argument('--exhaustive', type=at_least(0), default=0, help='events of each phase on which every small subset of heads is kept alone (up to 4 of 24 heads, 2 of 270, all of 12)')
     args = p.parse_args()
     opened = open_run(args, 'ablate', ('split', 'controls', 'size', 'robust', 'exhaustive'))
     if not opened:

@@ -17,7 +17,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from common import PHASES, load_model, load_tokenizer, measure, prefill
+from common import PHASES, at_least, load_model, load_tokenizer, measure, prefill
 
 
 def best(f, repeat):
@@ -159,14 +159,14 @@ def trl(args, model, draw):
 def main():
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument('--model', required=True, help='model folder, hub id or .gguf file')
-    p.add_argument('--tokens', type=int, default=2048)
-    p.add_argument('--events', type=int, default=4)
+    p.add_argument('--tokens', type=at_least(1), default=2048)
+    p.add_argument('--events', type=at_least(1), default=4)
     p.add_argument('--train', action='store_true', help='the training step in place of the sweep')
-    p.add_argument('--batch', type=int, default=16, help='with --train: sequences a step behind the shared prefix')
-    p.add_argument('--ratio', type=int, default=20, help='with --train: tokens of the shared prefix over those of a sequence behind it')
-    p.add_argument('--sample', type=int, default=4, help='naive forwards that are really run')
-    p.add_argument('--repeat', type=int, default=3)
-    p.add_argument('--rows', type=int, default=0, help='rows of one forward; 0: from free memory')
+    p.add_argument('--batch', type=at_least(1), default=16, help='with --train: sequences a step behind the shared prefix')
+    p.add_argument('--ratio', type=at_least(1), default=20, help='with --train: tokens of the shared prefix over those of a sequence behind it')
+    p.add_argument('--sample', type=at_least(1), default=4, help='naive forwards that are really run')
+    p.add_argument('--repeat', type=at_least(1), default=3)
+    p.add_argument('--rows', type=at_least(0), default=0, help='rows of one forward; 0: from free memory')
     p.add_argument('--dtype', default='float32')
     p.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     p.add_argument('--out', default='bench.jsonl')

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import (LIST, NEAR, NOTE, OTHERS, PHASES, REGION, EarlySites, Probe, EventFinder, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
+from common import (LIST, NEAR, NOTE, OTHERS, PHASES, REGION, EarlySites, Probe, EventFinder, at_least, answer_codes, attribution, barrier, begin, by_note, common_args, each_note, finish,
                     folder_hash, list_regions, load_model, load_task, load_encoder, load_traces, loo_means, margin, mean_interval, measure, mentions,
                     note_means, prefill, prefix_kv, rank, ratio_interval, reading_spans, run_dir, scored, silent, write_jsonl, write_tensors, world)
 
@@ -135,12 +135,12 @@ def main():
     p.add_argument('--traces', help='traces.jsonl made elsewhere, copied in and re-scored')
     p.add_argument('--splits', default='discovery,test', help='splits whose events are measured; NAME or NAME=N')
     p.add_argument('--also-trace', default='', help='further splits to generate traces for (train,dev for a teacher; train=200: the first 200 notes)')
-    p.add_argument('--limit', type=int, default=0, help='at most this many notes a split; 0: all')
-    p.add_argument('--max-new-tokens', type=int, default=512, help='longest completion in tokens; longer ones are marked truncated')
-    p.add_argument('--batch', type=int, default=32, help='notes generated together')
+    p.add_argument('--limit', type=at_least(0), default=0, help='at most this many notes a split; 0: all')
+    p.add_argument('--max-new-tokens', type=at_least(1), default=512, help='longest completion in tokens; longer ones are marked truncated')
+    p.add_argument('--batch', type=at_least(1), default=32, help='notes generated together')
     p.add_argument('--coarse', default='first', choices=('first', 'settling'), help='which token of a region is the coarse event')
-    p.add_argument('--early', type=int, default=8, help='largest number of tokens before a code at which its region is asked for; 0: none')
-    p.add_argument('--ig', type=int, default=0, help='interpolation points of the gradient; 0: the plain gradient')
+    p.add_argument('--early', type=at_least(0), default=8, help='largest number of tokens before a code at which its region is asked for; 0: none')
+    p.add_argument('--ig', type=at_least(0), default=0, help='interpolation points of the gradient; 0: the plain gradient')
     args = p.parse_args()
 
     task, run = load_task(args.work), run_dir(args)

@@ -272,6 +272,15 @@ def load_traces(path, task):
 
 # ------------------------------------------------------------------------------------------------ models and tokens
 
+def at_least(least, most=math.inf):
+    """An argparse type: whole numbers from least to most."""
+    def number(x):
+        if not least <= int(x) <= most:
+            raise argparse.ArgumentTypeError(f'{x}: expected a whole number of at least {least}' + (f' and at most {most}' if most < math.inf else ''))
+        return int(x)
+    return number
+
+
 def common_args(doc, model=True):
     """An ArgumentParser with the options that every stage shares."""
     p = argparse.ArgumentParser(description=doc.split('\n\n')[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -282,7 +291,7 @@ def common_args(doc, model=True):
     p.add_argument('--dtype', default='float32', choices=('float32', 'bfloat16', 'float16'), help='of the weights')
     p.add_argument('--device', default=f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if torch.cuda.is_available() else 'cpu', help='torch device')
     p.add_argument('--device-map', help='"auto" spreads a model over several cards (needs accelerate)')
-    p.add_argument('--rows', type=int, default=0, help='counterfactual rows of one forward; 0: from free memory')
+    p.add_argument('--rows', type=at_least(0), default=0, help='counterfactual rows of one forward; 0: from free memory')
     p.add_argument('--chat', action='store_true', help="render the tokenizer's chat template around the prompt")
     p.add_argument('--margin', default='max', choices=('max', 'lse'), help='how foils are pooled in a margin')
     p.add_argument('--seed', type=int, default=0)
@@ -845,7 +854,11 @@ class Probe:
                 w = self.attention_rows(q, k, v, P, scale, softcap, window)
                 self.attn[l] = self.attn_map(w) if self.attn_map else w
         else:
-            z = self.rows_attention(l, q, k, v, scale, softcap, window)[None]
+            m = T                                                 # rows that join here are still copies of their null row: so is their attention
+            if self.restart is not None and self.blocked is None:
+                m = int((self.restart[1] < l).sum())
+            z = self.rows_attention(l, q[:, :, :m], k[:, :, :m], v[:, :, :m], scale, softcap, window)
+            z = (torch.cat([z, z[self.restart[0][m:T].to(z.device)]]) if m < T else z)[None]
         flat = z.reshape(B * T, H, -1)
         if self.edit is not None:
             mask, bank, index = self.edit

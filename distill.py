@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from tqdm import tqdm
 
-from common import (PHASES, Encoder, EventFinder, Fault, Probe, attribution, barrier, begin, common_args, finish, folder_hash, load_encoder, load_heads, load_model,
+from common import (PHASES, Encoder, EventFinder, Fault, Probe, at_least, attribution, barrier, begin, common_args, finish, folder_hash, load_encoder, load_heads, load_model,
                     load_task, load_tokenizer, load_traces, prefill, prefix_kv, private_dir, rank, read_jsonl, sha, silent, spans, world, write_tensors)
 
 # ------------------------------------------------------------------------------------------------ words
@@ -414,30 +414,30 @@ def main():
     p.add_argument('--data', help='JSONL of {"prompt", "completion"}, in file order, in place of traces; "prefix", if there, stands before, and records that share it are a group for --prefix shared')
     p.add_argument('--traces', help='traces.jsonl to train on; default: the teacher\'s')
     p.add_argument('--split', default='train', help='notes whose traces are trained on')
-    p.add_argument('--limit', type=int, default=0, help='at most this many traces; 0: all')
+    p.add_argument('--limit', type=at_least(0), default=0, help='at most this many traces; 0: all')
     p.add_argument('--lam', type=float, default=0.0, help='weight of the attention loss; 0 is the CoT arm')
     p.add_argument('--kd', type=float, default=0.0, help='weight of logit distillation, a baseline: the teacher stays in memory and must have the student\'s tokenizer')
     p.add_argument('--pool', default='top', choices=('top', 'random', 'band'), help="student's supervised heads")
-    p.add_argument('--pool-notes', type=int, default=64, help='notes that rank the untrained student\'s heads')
+    p.add_argument('--pool-notes', type=at_least(1), default=64, help='notes that rank the untrained student\'s heads')
     p.add_argument('--precision', default='fp32-master', choices=('fp32', 'fp32-master', 'bf16', 'bf16-sr'), help='fp32-master: bf16 forward, fp32 weights and state; bf16-sr: bf16 weights, rounded stochastically')
     p.add_argument('--prefix', default='full', choices=('full', 'shared', 'frozen'), help='the candidate list: in every sequence; once a step, exact; or keys and values without '
                    'gradient (an approximation: on a toy the gradient had a cosine of 0.95 with the exact one)')
-    p.add_argument('--refresh', type=int, default=20, help='steps between recomputations of a frozen prefix')
+    p.add_argument('--refresh', type=at_least(1), default=20, help='steps between recomputations of a frozen prefix')
     p.add_argument('--checkpoint', action='store_true', help='gradient checkpointing: less memory, one more forward')
     p.add_argument('--fsdp', action='store_true', help='with torchrun: weights, gradients and state split over the ranks (FSDP2); otherwise each rank holds them whole')
-    p.add_argument('--steps', type=int, default=200)
-    p.add_argument('--batch', type=int, default=16, help='sequences of one optimiser step')
-    p.add_argument('--micro', type=int, default=0, help='sequences of one forward; 0: the whole batch')
+    p.add_argument('--steps', type=at_least(1), default=200)
+    p.add_argument('--batch', type=at_least(1), default=16, help='sequences of one optimiser step')
+    p.add_argument('--micro', type=at_least(0), default=0, help='sequences of one forward; 0: the whole batch')
     p.add_argument('--lr', type=float, default=2e-3)
-    p.add_argument('--warmup', type=int, default=20, help='steps of linear warm-up; then constant')
+    p.add_argument('--warmup', type=at_least(0), default=20, help='steps of linear warm-up; then constant')
     p.add_argument('--decay', type=float, default=0.2, help='share of the steps, at the end, over which the rate falls linearly to 0')
     p.add_argument('--muon', type=float, default=0.0, help='rate of the hidden matrices under Muon (0.02 with --lr 2e-3); 0: AdamW for all')
     p.add_argument('--weight-decay', type=float, default=0.0)
     p.add_argument('--clip', type=float, default=1.0, help='largest gradient norm')
-    p.add_argument('--max-len', type=int, default=0, help='longest sequence in tokens; a longer one is an error')
-    p.add_argument('--eval-every', type=int, default=0, help='steps between evaluations on the dev split\'s traces; the weights of the lowest dev cross-entropy are exported; 0: the last')
-    p.add_argument('--save-every', type=int, default=100, help='steps between resume points')
-    p.add_argument('--print-every', type=int, default=1, help='steps between lines on the screen; log.jsonl has every step')
+    p.add_argument('--max-len', type=at_least(0), default=0, help='longest sequence in tokens; a longer one is an error')
+    p.add_argument('--eval-every', type=at_least(0), default=0, help='steps between evaluations on the dev split\'s traces; the weights of the lowest dev cross-entropy are exported; 0: the last')
+    p.add_argument('--save-every', type=at_least(1), default=100, help='steps between resume points')
+    p.add_argument('--print-every', type=at_least(1), default=1, help='steps between lines on the screen; log.jsonl has every step')
     args = p.parse_args()
 
     task = load_task(args.work)

@@ -10,7 +10,7 @@ d by next to nothing. Writes WORK/runs/NAME/knockin.jsonl, one record a (source 
 import numpy as np
 import torch
 
-from common import (Fault, PHASES, common_args, each_note, finish, head_mask, knockin_summary, load_heads, measure, open_run, prefix_kv,
+from common import (Fault, PHASES, at_least, common_args, each_note, finish, head_mask, knockin_summary, load_heads, measure, open_run, prefix_kv,
                     random_sets, rank, silent, write_jsonl)
 
 
@@ -25,9 +25,9 @@ def choose(events, e, donors, seed):
 def main():
     p = common_args(__doc__)
     p.add_argument('--split', default='test', help='split that recipients and donors come from')
-    p.add_argument('--donors', type=int, default=1, help='donors of each recipient')
-    p.add_argument('--controls', type=int, default=200, help='random sets a recipient')
-    p.add_argument('--size', type=int, default=0, help='knock in the top SIZE heads of each phase in place of the selected set')
+    p.add_argument('--donors', type=at_least(1), default=1, help='donors of each recipient')
+    p.add_argument('--controls', type=at_least(0), default=200, help='random sets a recipient')
+    p.add_argument('--size', type=at_least(0), default=0, help='knock in the top SIZE heads of each phase in place of the selected set')
     args = p.parse_args()
     opened = open_run(args, 'knockin', ('split', 'donors', 'controls', 'size'))
     if not opened:

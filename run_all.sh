@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 TASK=${TASK:-toy}; WORK=${WORK:-work/$TASK}; PY=${PY:-python}; S=$WORK/students
-SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32-master}; KINDS=${KINDS:-cross}; STEPS=${STEPS:-120}
+SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}; KINDS=${KINDS:-cross}; STEPS=${STEPS:-120}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # what a finished run looks like: the code, the settings and every stage's manifest
@@ -47,10 +47,10 @@ copier() {
 # ... and on to a reasoner: coding from short lists, each note with its own, then from long ones. Each list is new, so that it has to be read
 reasoner() {
   copier "$1" "$1-copy" 0
-  lesson short --student "$S/$1-copy" --name "$1-short" --steps 200 --batch 32 --micro 16 --muon 0.02
-  lesson long --student "$S/$1-short" --name "$1" --steps 130 --batch 32 --prefix shared --muon 0.01 --lr 1e-3 --decay 0.6
+  lesson short --student "$S/$1-copy" --name "$1-short" --steps 120 --batch 32 --micro 16 --muon 0.02
+  lesson long --student "$S/$1-short" --name "$1" --steps 110 --batch 32 --prefix shared --muon 0.01 --lr 1e-3 --decay 0.6
 }
-teacher() { reasoner teacher; ABLATE='--exhaustive 4' study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 160; }
+teacher() { reasoner teacher; ABLATE='--exhaustive 2' study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 160; }
 second() { reasoner second; study "$S/second" 0 --max-new-tokens 160; }
 
 # a seed's arms from one shared start, a student that can copy. Their budget, 120 steps of 16 on the teacher's 160 train traces, was fixed

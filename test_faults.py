@@ -91,3 +91,11 @@ def test_a_path_that_is_not_there_is_one_line(tmp_path):
         done = subprocess.run([sys.executable, *map(str, command)], cwd=HERE, capture_output=True, text=True)
         assert done.returncode and len(done.stderr.splitlines()) == 1 and 'nope' in done.stderr, (command, done.stderr)
     assert not (tmp_path / 'new').exists() and not nope.exists()
+
+
+@pytest.mark.parametrize('command, said', [('distill.py --student s --name n --steps 0', 'at least 1'), ('ablate.py --model m --controls -1', 'at least 0'), ('characterize.py --model m --batch x', "'x'"),
+                                           ('data/toy/prepare.py --leaves 11', 'at most 10'), ('data/toy/prepare.py --notes train', 'NAME=NUMBER'), ('data/toy/prepare.py --train loong=3', 'long')])
+def test_a_number_out_of_range_is_refused_before_anything_is_written(command, said, tmp_path):
+    done = run(*command.split(), '--work', tmp_path / 'new')
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1] and 'Traceback' not in done.stderr, done.stderr
+    assert not (tmp_path / 'new').exists()

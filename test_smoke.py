@@ -240,7 +240,7 @@ def test_run_all_stops_at_a_failing_lane_and_knows_a_finished_run(tmp_path):
     assert not done.returncode, done.stderr
     names = [c.split('--name ')[1].split()[0] for c in calls() if c.startswith('distill.py')]
     assert len(names) == len(set(names)) and set(names) == {f'{r}{x}' for r in ('teacher', 'second') for x in ('-copy-near', '-copy', '-short', '')} | {
-        f'base-s{s}{x}' for s in (0, 1) for x in ('-near', '')} | {f'{a}-fp32-master-s{s}' for s in (0, 1) for a in ('top-0', 'top-0.3', 'random-0.3')}
+        f'base-s{s}{x}' for s in (0, 1) for x in ('-near', '')} | {f'{a}-fp32-s{s}' for s in (0, 1) for a in ('top-0', 'top-0.3', 'random-0.3')}
     assert calls()[-1].startswith('evaluate') and sum(c.startswith('characterize') for c in calls()) == 8
     before = calls()
     again = go(SEEDS='2')

@@ -17,7 +17,7 @@ import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-from common import Fault, private_dir, write_jsonl, write_text  # noqa: E402
+from common import Fault, at_least, private_dir, write_jsonl, write_text  # noqa: E402
 
 PROMPT = {'before_note': '\nAbstract:\n', 'after_note': '\n\nReasoning:\n', 'answer': 'Final codes:'}
 INTRO = 'Find the diseases that the abstract mentions and give their codes from this list.\n\nCodes:\n'
@@ -64,9 +64,9 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument('--corpus', required=True, help='folder with train_corpus.txt, dev_corpus.txt, entities.txt')
     p.add_argument('--work', required=True, help='work directory to write')
-    p.add_argument('--labels', type=int, default=72, help='most frequent diseases taken as candidates')
-    p.add_argument('--regions', type=int, default=12, help='k-means clusters')
-    p.add_argument('--discovery', type=int, default=120, help='notes; of the rest a quarter is dev and three quarters test')
+    p.add_argument('--labels', type=at_least(1), default=72, help='most frequent diseases taken as candidates')
+    p.add_argument('--regions', type=at_least(1, 26), default=12, help='k-means clusters')
+    p.add_argument('--discovery', type=at_least(1), default=120, help='notes; of the rest a quarter is dev and three quarters test')
     p.add_argument('--seed', type=int, default=0)
     args = p.parse_args()
     work, corpus = pathlib.Path(args.work), pathlib.Path(args.corpus)

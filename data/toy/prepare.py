@@ -14,7 +14,7 @@ drawn from other random numbers than the episodes. Nothing of the mechanism is p
 
 Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/*.jsonl (the lessons for distill.py --data,
 in order: copy, far, short, long) and the folders init/teacher, init/second and init/student: config.json and
-tokenizer, no weights; Llama, Qwen2 with the same tokenizer, a smaller Qwen2 with another.
+tokenizer, no weights; Llama, a smaller Qwen2 with the same tokenizer, that Qwen2 with another.
 """
 import argparse
 import json
@@ -23,7 +23,7 @@ import random
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-from common import SPLITS, private_dir, write_jsonl, write_text  # noqa: E402
+from common import SPLITS, at_least, private_dir, write_jsonl, write_text  # noqa: E402
 
 FINDINGS = 'fever cough rash nausea fracture anemia edema asthma ulcer migraine hernia gout abscess stroke sepsis lesion'.split()
 QUALIFIERS = 'acute chronic mild severe left right recurrent early late upper lower deep benign focal painful stable'.split()
@@ -130,14 +130,24 @@ def tokenizer(folder, pattern, texts):
     return len(tok)
 
 
+def counts(names):
+    """An argparse type: 'name=number,...' with some of names -> {name: number}."""
+    def table(text):
+        pairs = [x.partition('=') for x in text.split(',')]
+        if not all(k in names and n.isdigit() for k, _, n in pairs):
+            raise argparse.ArgumentTypeError(f'{text}: expected NAME=NUMBER,... with names of {", ".join(names)}')
+        return {k: int(n) for k, _, n in pairs}
+    return table
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument('--work', required=True, help='work directory to write')
     p.add_argument('--seed', type=int, default=0)
-    p.add_argument('--regions', type=int, default=12, help='regions of the fixed list')
-    p.add_argument('--leaves', type=int, default=8, help='codes of a region')
-    p.add_argument('--notes', default='train=160,dev=40,discovery=60,test=60', help='notes of each split')
-    p.add_argument('--train', default='copy=11520,far=1280,short=6400,long=4160', help='records of each lesson')
+    p.add_argument('--regions', type=at_least(1, len(FINDINGS)), default=12, help='regions of the fixed list')
+    p.add_argument('--leaves', type=at_least(1, 10), default=8, help='codes of a region')
+    p.add_argument('--notes', type=counts(SPLITS), default='train=160,dev=40,discovery=60,test=60', help='notes of each split')
+    p.add_argument('--train', type=counts(LESSONS), default='copy=11520,far=1280,short=3840,long=3520', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -147,17 +157,16 @@ def main():
     table = draw_list(rng, args.regions, args.leaves)
     prefix = list_text(rng, table)
     notes, gold = [], []
-    for split, n in (s.split('=') for s in args.notes.split(',')):
-        assert split in SPLITS, split
-        for i in range(int(n)):
+    for split, n in args.notes.items():
+        for i in range(n):
             text, found = draw_note(rng, table, rng.randint(2, 5))
             notes.append({'id': f'{split}-{i:04d}', 'text': text, 'codes': [m[2] for m in found], 'split': split,
                           'evidence': [{'code': m[2], 'start': m[4], 'end': m[5]} for m in found]})
             gold.append({'id': notes[-1]['id'], 'completion': draw_trace(rng, table, found), 'codes': notes[-1]['codes'], 'truncated': False})
     private_dir(work / 'train')
-    for lesson, n in (s.split('=') for s in args.train.split(',')):
+    for lesson, n in args.train.items():
         rng = random.Random(f'{lesson} {args.seed}')
-        write_jsonl(work / 'train' / f'{lesson}.jsonl', LESSONS[lesson](rng, int(n)))
+        write_jsonl(work / 'train' / f'{lesson}.jsonl', LESSONS[lesson](rng, n))
     words = FINDINGS + QUALIFIERS + NOISE + LINKS + ORDINALS + ['possible', 'not', 'but']
     texts = [' ' + ' '.join(words), *(f'\n{w}' for w in words), *(f' {c}{d:02d}' for c in LETTERS for d in range(100)),
              PROMPT['prefix'] + PROMPT['before_note'] + PROMPT['after_note'] + PROMPT['answer']]
@@ -167,14 +176,16 @@ def main():
     two = tokenizer(work / 'init' / 'student', STUDENT, texts)
     tokenizer(work / 'init' / 'second', TEACHER, texts)
     big = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False)
+    small = big | dict(hidden_size=96, intermediate_size=288, num_attention_heads=6, num_key_value_heads=3)
     LlamaConfig(vocab_size=one, **big, **ids).save_pretrained(work / 'init' / 'teacher')
-    Qwen2Config(vocab_size=one, **big, **ids).save_pretrained(work / 'init' / 'second')
-    Qwen2Config(vocab_size=two, **big | dict(hidden_size=96, intermediate_size=288, num_attention_heads=6, num_key_value_heads=3), **ids).save_pretrained(work / 'init' / 'student')
+    Qwen2Config(vocab_size=one, **small, **ids).save_pretrained(work / 'init' / 'second')
+    Qwen2Config(vocab_size=two, **small, **ids).save_pretrained(work / 'init' / 'student')
     write_jsonl(work / 'gold.jsonl', gold)
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{q} {f}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
     write_text(work / 'prompt.json', json.dumps(PROMPT | {'prefix': prefix}, indent=1))
-    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({args.notes}), lessons of {args.train} records\n'
+    said = lambda table: ', '.join(f'{n} {k}' for k, n in table.items())
+    print(f'{work}: {args.regions * args.leaves} codes in {args.regions} regions, {len(notes)} notes ({said(args.notes)}), lessons of {said(args.train)} records\n'
           f'next: python distill.py --work {work} --student {work}/init/teacher --scratch --data {work}/train/copy.jsonl --name copy')
 
 
