@@ -98,9 +98,16 @@ def split_half(run, sets, discovery, seed, draws=200):
     return out
 
 
+def spearman(x, y):
+    """Rank correlation of each row of x (b,n) with the same row of y: (b,)."""
+    from scipy.stats import rankdata
+    x, y = (r - r.mean(1, keepdims=True) for r in (rankdata(x, axis=1), rankdata(y, axis=1)))
+    return (x * y).sum(1) / np.sqrt((x ** 2).sum(1) * (y ** 2).sum(1))
+
+
 def reasoner_claims(task, run, seed):
     """Rows for claims 1-12 of one run folder."""
-    from scipy.stats import hypergeom, spearmanr
+    from scipy.stats import hypergeom
     rows = []
 
     def add(claim, name, x, holds, source, n=0, reason='denominator near zero', **more):
@@ -142,9 +149,9 @@ def reasoner_claims(task, run, seed):
                 continue
             who = [e['id'] for e, u in zip(events, use) if u]
             a, x = (note_means(y[use].reshape(use.sum(), -1), who) for y in (a, t['effect']))
-            rho = lambda pick: float(spearmanr(a[pick].mean(0), x[pick].mean(0)).statistic)
-            low, high = interval([rho(b) for b in resamples(len(a), seed, 500)], len(a))
-            add(3, f'Spearman, {p}' + ('' if key == 'effect' else ' (integrated gradients)'), (rho(np.arange(len(a))), low, high), low > 0.5, 'ablation.safetensors', len(a))
+            rho = spearman(*(np.stack([y[pick].mean(0) for pick in (np.arange(len(a)), *resamples(len(a), seed, 500))]) for y in (a, x)))
+            low, high = interval(rho[1:], len(a))
+            add(3, f'Spearman, {p}' + ('' if key == 'effect' else ' (integrated gradients)'), (float(rho[0]), low, high), low > 0.5, 'ablation.safetensors', len(a))
     limit = 0.35 if L * H < 50 else 0.15
     for p in PHASES:
         if sets[p]:
@@ -347,8 +354,11 @@ def figures(task, runs, students, folder):
     captions = {}
 
     def save(fig, name, caption):
+        fig.draw_without_rendering()                              # the layout, once for both
+        fig.set_layout_engine('none')
+        box = fig.get_tightbbox().padded(0.1)
         for kind in ('png', 'pdf'):
-            fig.savefig(folder / f'{name}.{kind}', bbox_inches='tight', metadata={'CreationDate': None} if kind == 'pdf' else None)
+            fig.savefig(folder / f'{name}.{kind}', bbox_inches=box, metadata={'CreationDate': None} if kind == 'pdf' else None)
         plt.close(fig)
         captions[f'{name}.png'] = caption
 

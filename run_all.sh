@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 TASK=${TASK:-toy}; WORK=${WORK:-work/$TASK}; PY=${PY:-python}; S=$WORK/students
-SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}; KINDS=${KINDS:-cross}; STEPS=${STEPS:-120}
+SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}; KINDS=${KINDS:-cross}; STEPS=${STEPS:-100}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # what a finished run looks like: the code, the settings and every stage's manifest
@@ -26,14 +26,12 @@ lanes() {
   for lane in "${pids[@]}"; do wait "$lane"; done
 }
 
-# characterize, ablate, knock in one model: NAME, heads of a set (0: the selected), further arguments to characterize.py
-study() {
-  local model=$1 size=$2; shift 2
-  $PY characterize.py --work "$WORK" --model "$model" "$@"
-  $PY ablate.py --work "$WORK" --model "$model" --size "$size" $ABLATE
-  $PY knockin.py --work "$WORK" --model "$model" --size "$size"
+# what one model does: MODEL, arguments of characterize.py; and what it does under interventions: MODEL, heads of a set (0: the selected), arguments of ablate.py
+observe() { $PY characterize.py --work "$WORK" --model "$@"; }
+intervene() {
+  $PY ablate.py --work "$WORK" --model "$1" --size "$2" "${@:3}"
+  $PY knockin.py --work "$WORK" --model "$1" --size "$2"
 }
-ABLATE=
 
 train() { $PY distill.py --work "$WORK" --print-every 50 "$@"; }
 lesson() { train --data "$WORK/train/$1.jsonl" --precision fp32 "${@:2}"; }
@@ -48,10 +46,10 @@ copier() {
 reasoner() {
   copier "$1" "$1-copy" 0
   lesson short --student "$S/$1-copy" --name "$1-short" --steps 120 --batch 32 --micro 16 --muon 0.02
-  lesson long --student "$S/$1-short" --name "$1" --steps 110 --batch 32 --prefix shared --muon 0.01 --lr 1e-3 --decay 0.6
+  lesson long --student "$S/$1-short" --name "$1" --steps 96 --batch 32 --prefix shared --muon 0.01 --lr 1e-3 --decay 0.6
 }
-teacher() { reasoner teacher; ABLATE='--exhaustive 2' study "$S/teacher" 0 --also-trace train,dev --max-new-tokens 160; }
-second() { reasoner second; study "$S/second" 0 --max-new-tokens 160; }
+teacher() { reasoner teacher; observe "$S/teacher" --also-trace train,dev --max-new-tokens 160; }
+second() { reasoner second; observe "$S/second" --max-new-tokens 160; intervene "$S/second" 0; }
 
 # a seed's arms from one shared start, a student that can copy. Their budget, 120 steps of 16 on the teacher's 160 train traces, was fixed
 # on the CoT arm alone before any arm was compared: there it has learned some of the fine and contrast decisions and not all (0.47 and
@@ -62,7 +60,8 @@ arm() {
   if [ "$5" = same ]; then name=same-$name start=$S/teacher-short; fi      # the teacher's family; codes from short lists already
   ready "$start"; ready "$WORK/runs/teacher"
   train --teacher "$S/teacher" --student "$start" --lam "$lam" --pool "$pool" --precision "$precision" --name "$name" --prefix shared --steps "$STEPS" --batch 16 --eval-every 20 --seed "$seed"
-  ABLATE='--robust off --controls 50' study "$S/$name" 3 --max-new-tokens 240 --early 0
+  observe "$S/$name" --max-new-tokens 240 --early 0
+  intervene "$S/$name" 3 --robust off --controls 50
 }
 arms() {                                             # every second one of all arms, so that two lanes share them
   local lane=$1 n=0 seed precision lam kind
@@ -74,7 +73,7 @@ arms() {                                             # every second one of all a
   done; done; done
 }
 left() { teacher; arms 0; }
-right() { local seed; for seed in $(seq 0 $((SEEDS - 1))); do copier student "base-s$seed" "$seed"; done; second; arms 1; }
+right() { local seed; for seed in $(seq 0 $((SEEDS - 1))); do copier student "base-s$seed" "$seed"; done; second; arms 1; intervene "$S/teacher" 0 --exhaustive 2; }
 
 if [ "$TASK" = toy ]; then
   $PY data/toy/prepare.py --work "$WORK"
@@ -86,7 +85,7 @@ elif [ "$TASK" = bc5cdr ]; then
   # a small instruct model is no coder: make it one on traces written from the gold mentions, then study it on its own traces.
   # A second one of another family (SECOND) tells which claims two models share
   coder() { train --student "$1" --traces "$WORK/gold.jsonl" --prefix frozen --refresh 8 --precision fp32 --micro 2 --save-every 15 --name "$2" "${@:3}"
-            study "$S/$2" 0 --limit 40 --max-new-tokens 160 --batch 8; }
+            observe "$S/$2" --limit 40 --max-new-tokens 160 --batch 8; intervene "$S/$2" 0; }
   coder "$MODEL" coder --steps 105 --batch 4 --lr 2e-4 --warmup 8
   [ -z "${SECOND:-}" ] || coder "$SECOND" second --steps 210 --batch 2 --lr 5e-5 --warmup 10     # at 2e-4 Gemma 3 gives every note one answer
   $PY evaluate.py --work "$WORK" --model "$S/coder"

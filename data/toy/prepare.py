@@ -14,7 +14,7 @@ drawn from other random numbers than the episodes. Nothing of the mechanism is p
 
 Writes labels.jsonl, notes.jsonl, prompt.json, gold.jsonl (a right trace of every note), train/*.jsonl (the lessons for distill.py --data,
 in order: copy, far, short, long) and the folders init/teacher, init/second and init/student: config.json and
-tokenizer, no weights; Llama, a smaller Qwen2 with the same tokenizer, that Qwen2 with another.
+tokenizer, no weights; Llama of 24 heads, Qwen2 of 18 with the same tokenizer, that Qwen2 with another.
 """
 import argparse
 import json
@@ -147,7 +147,7 @@ def main():
     p.add_argument('--regions', type=at_least(1, len(FINDINGS)), default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=at_least(1, 10), default=8, help='codes of a region')
     p.add_argument('--notes', type=counts(SPLITS), default='train=160,dev=40,discovery=60,test=60', help='notes of each split')
-    p.add_argument('--train', type=counts(LESSONS), default='copy=11520,far=1280,short=3840,long=3520', help='records of each lesson')
+    p.add_argument('--train', type=counts(LESSONS), default='copy=11520,far=1280,short=3840,long=3072', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
@@ -175,11 +175,10 @@ def main():
     one = tokenizer(work / 'init' / 'teacher', TEACHER, texts)
     two = tokenizer(work / 'init' / 'student', STUDENT, texts)
     tokenizer(work / 'init' / 'second', TEACHER, texts)
-    big = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False)
-    small = big | dict(hidden_size=96, intermediate_size=288, num_attention_heads=6, num_key_value_heads=3)
-    LlamaConfig(vocab_size=one, **big, **ids).save_pretrained(work / 'init' / 'teacher')
-    Qwen2Config(vocab_size=one, **small, **ids).save_pretrained(work / 'init' / 'second')
-    Qwen2Config(vocab_size=two, **small, **ids).save_pretrained(work / 'init' / 'student')
+    shape = dict(num_hidden_layers=3, head_dim=32, tie_word_embeddings=False)
+    LlamaConfig(vocab_size=one, hidden_size=128, intermediate_size=384, num_attention_heads=8, num_key_value_heads=4, **shape, **ids).save_pretrained(work / 'init' / 'teacher')
+    for name, size in (('second', one), ('student', two)):
+        Qwen2Config(vocab_size=size, hidden_size=96, intermediate_size=288, num_attention_heads=6, num_key_value_heads=3, **shape, **ids).save_pretrained(work / 'init' / name)
     write_jsonl(work / 'gold.jsonl', gold)
     write_jsonl(work / 'notes.jsonl', notes)
     write_jsonl(work / 'labels.jsonl', [{'code': c, 'text': f'{q} {f}', 'region': c[0]} for f, row in table.items() for q, c in row.items()])
