@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 TASK=${TASK:-toy}; WORK=${WORK:-work/$TASK}; PY=${PY:-python}; S=$WORK/students
-SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}; KINDS=${KINDS:-cross}; STEPS=${STEPS:-100}
+SEEDS=${SEEDS:-1}; LAMBDAS=${LAMBDAS:-0.3}; PRECISIONS=${PRECISIONS:-fp32}; KINDS=${KINDS:-cross}; STEPS=${STEPS:-90}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # what a finished run looks like: the code, the settings and every stage's manifest
@@ -39,8 +39,8 @@ ready() { until grep -qs '"done": true' "$1/manifest.json"; do [ ! -e "$WORK/.fa
 
 # from random weights to copying. FOLDER under init/, name, seed
 copier() {
-  lesson copy --student "$WORK/init/$1" --scratch --name "$2-near" --steps 360 --batch 32 --muon 0.02 --seed "$3"
-  lesson far --student "$S/$2-near" --name "$2" --steps 80 --batch 16 --micro 4 --muon 0.02 --seed "$3"
+  lesson copy --student "$WORK/init/$1" --scratch --name "$2-near" --steps 330 --batch 32 --muon 0.02 --seed "$3"
+  lesson far --student "$S/$2-near" --name "$2" --steps 64 --batch 16 --micro 4 --muon 0.02 --seed "$3"
 }
 # ... and on to a reasoner: coding from short lists, each note with its own, then from long ones. Each list is new, so that it has to be read
 reasoner() {

@@ -147,7 +147,7 @@ def main():
     p.add_argument('--regions', type=at_least(1, len(FINDINGS)), default=12, help='regions of the fixed list')
     p.add_argument('--leaves', type=at_least(1, 10), default=8, help='codes of a region')
     p.add_argument('--notes', type=counts(SPLITS), default='train=160,dev=40,discovery=60,test=60', help='notes of each split')
-    p.add_argument('--train', type=counts(LESSONS), default='copy=11520,far=1280,short=3840,long=3072', help='records of each lesson')
+    p.add_argument('--train', type=counts(LESSONS), default='copy=10560,far=1024,short=3840,long=3072', help='records of each lesson')
     args = p.parse_args()
     from transformers import LlamaConfig, Qwen2Config
     work = private_dir(args.work)
